@@ -1,0 +1,15 @@
+// Decode on tensor cores, head dim 256.
+#ifndef ASTRAI_NO_MMA
+
+#include "kernels/attention/decode_launch.cuh"
+
+namespace astrai::attention {
+
+template cudaError_t launch_decode_mma<__nv_bfloat16, 256>(
+    const DecodeArgs<ContigKV<__nv_bfloat16>>&, const DecodePlan&, int, cudaStream_t);
+template cudaError_t launch_decode_mma<__half, 256>(const DecodeArgs<ContigKV<__half>>&,
+                                                    const DecodePlan&, int, cudaStream_t);
+
+}  // namespace astrai::attention
+
+#endif  // ASTRAI_NO_MMA

@@ -1,0 +1,112 @@
+"""Attention written out in torch: the definition that backends and kernels are held to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from astrai.extension.backend.masks import combine, expand_mask
+from astrai.extension.errors import DtypeError, ShapeError
+
+
+def check_dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: str = "attention"
+) -> None:
+    """Check q ``[B, Lq, Hq, D]`` against k and v ``[B, Lk, Hk, D]``.
+
+    Raises:
+        ShapeError: Ranks, sizes or head counts do not fit.
+        DtypeError: The three do not share one floating dtype.
+        ValueError: They do not share one device.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ShapeError(
+                f"{where}: {name} must be 4D [batch, seq, heads, head_dim], "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    if k.shape != v.shape:
+        raise ShapeError(
+            f"{where}: k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            f"{where}: k must have q's batch {q.shape[0]} and head_dim {q.shape[3]}, "
+            f"got shape {tuple(k.shape)}"
+        )
+    check_heads(q.shape[2], k.shape[2], where)
+    if not q.dtype.is_floating_point or q.dtype is not k.dtype or q.dtype is not v.dtype:
+        raise DtypeError(
+            f"{where}: q, k and v must have one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if q.device != k.device or q.device != v.device:
+        raise ValueError(
+            f"{where}: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
+
+
+def check_heads(q_heads: int, kv_heads: int, where: str = "attention") -> None:
+    """Check that each K/V head serves a whole number of query heads.
+
+    Raises:
+        ShapeError: It does not.
+    """
+    if kv_heads == 0 or q_heads % kv_heads:
+        raise ShapeError(
+            f"{where}: q_heads must be a multiple of kv_heads {kv_heads}, got {q_heads}"
+        )
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T + mask) v, with every score held in memory.
+
+    Any device and floating dtype; float64 inputs are computed in float64, all others in float32.
+    Differentiable, also in rows that see no key.
+
+    Args:
+        q: ``[B, Lq, Hq, D]``.
+        k: ``[B, Lk, Hk, D]``, Hq a multiple of Hk; query head h reads K/V head ``h // (Hq // Hk)``.
+        v: As k.
+        mask: See ``backend.masks``.
+        is_causal: Bottom-right causal mask, on top of ``mask``.
+        scale: Factor of q k^T; None = ``1 / sqrt(D)``.
+        return_lse: Also return the natural-log sum of exp of each row's scores.
+
+    Returns:
+        ``out [B, Lq, Hq, D]`` in q's dtype, or ``(out, lse)`` with lse ``[B, Lq, Hq]`` in float32
+        (float64 for float64 inputs). A row that sees no key has out 0 and lse -inf.
+    """
+    check_dense(q, k, v, "attention_reference")
+    batch, q_len, q_heads, head_dim = q.shape
+    kv_len, kv_heads = k.shape[1], k.shape[2]
+    group = q_heads // kv_heads
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim)
+    if mask is not None:
+        mask = expand_mask(mask, batch, q_heads, q_len, kv_len, "attention_reference")
+    keep, bias = combine(mask, is_causal, q_len, kv_len, q.device)
+
+    compute = torch.float64 if q.dtype is torch.float64 else torch.float32
+    grouped = q.to(compute).unflatten(2, (kv_heads, group))
+    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(compute)).flatten(1, 2) * scale
+    if bias is not None:
+        scores = scores + bias.to(compute)
+    if keep is not None:
+        scores = scores.masked_fill(~keep, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    # In a row without keys every score and lse are -inf; their difference would be NaN.
+    shift = lse.masked_fill(lse == float("-inf"), 0.0)
+    weights = torch.exp(scores - shift.unsqueeze(-1)).unflatten(1, (kv_heads, group))
+    out = torch.einsum("bhgqk,bkhd->bqhgd", weights, v.to(compute)).flatten(2, 3).to(q.dtype)
+    if not return_lse:
+        return out
+    return out, lse.transpose(1, 2).contiguous()

@@ -1,0 +1,1 @@
+"""The compiled modules, put here by the build; see ``astrai.extension.loader``."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the kernel families, and the harness that measures them."""

