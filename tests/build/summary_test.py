@@ -101,6 +101,19 @@ def test_a_test_without_cases_in_its_report_is_one_case(events: Events) -> None:
     assert events.summary() == "1 passed, 0 failed, 0 skipped"
 
 
+@pytest.mark.parametrize(("code", "failed"), [(0, 0), (3, 0), (8, 1)])
+def test_a_test_that_did_not_run_is_failed_unless_a_filter_left_it_out(
+    events: Events, code: int, failed: int
+) -> None:
+    # 3: tests failed, after all ran; 8: the command was interrupted.
+    events.configured("//a:filtered_test")
+    events.completed("//a:filtered_test")
+    status = "FAILED" if code == 3 else "PASSED"
+    events.result("//a:x_test", status, CASES["mixed" if code == 3 else "passes"])
+    counted = summary.Counts(1, 2, 1) if code == 3 else summary.Counts(2, failed, 0)
+    assert events.summary(code=code) == str(counted)
+
+
 def test_the_last_attempt_counts_and_shards_add_up(events: Events) -> None:
     events.result("//a:x_test", "FAILED", CASES["mixed"], attempt=1)
     events.result("//a:x_test", "PASSED", CASES["passes"], attempt=2)

@@ -49,6 +49,12 @@ def bytes_moved(shape: dict[str, Any]) -> int:
     return 4 * elements + 4 * shape["tokens"] * shape["head_dim"]
 
 
+def rotary_work(shape: dict[str, Any]) -> Work:
+    """Returns the bytes moved, beside which the arithmetic (3 per element) is nothing."""
+    elements = shape["tokens"] * (shape["q_heads"] + shape["k_heads"]) * shape["head_dim"]
+    return Work(num_bytes=bytes_moved(shape), flops=3 * elements, unit="tbps")
+
+
 def _rotate_interleaved(x, freqs):
     """Rotates pairs (2i, 2i + 1): complex multiplication in fp32."""
     import torch
@@ -115,9 +121,8 @@ def generate() -> Iterator[Row]:
         moved = bytes_moved(shape)
         sets = harness.input_sets(moved // 2, rotated=moved > _L2_RESIDENT_BYTES)
         times = harness.measure(_candidates(shape, sets))
-        elements = shape["tokens"] * (shape["q_heads"] + shape["k_heads"]) * shape["head_dim"]
-        work = Work(num_bytes=moved, flops=3 * elements, unit="tbps")
         variant = "interleaved" if shape["interleaved"] else "half_split"
+        work = rotary_work(shape)
         yield from harness.rows_of("rotary", shape, harness.dtype(), variant, work, times)
 
 

@@ -63,13 +63,15 @@ class Target:
         default_factory=dict
     )
 
-    def counts(self) -> Counts:
-        """The cases of this target, if it is a test."""
+    def counts(self, finished: bool) -> Counts:
+        """The cases of this target, if it is a test; finished: all tests that had to run did."""
         if not self.is_test:
             return Counts()
         if self.incompatible:
             return Counts(skipped=1)
         if not self.results:
+            if self.built and finished:
+                return Counts()  # left out by a filter
             return Counts(failed=1)  # not built, or never started
         total = Counts()
         for _, status, outputs in self.results.values():
@@ -87,10 +89,15 @@ class Target:
         return total
 
 
-def read_events(path: pathlib.Path) -> tuple[dict[str, Target], bool]:
-    """Returns the targets of one Bazel command, and whether the command succeeded."""
+# Exit codes of Bazel.
+_SUCCESS = 0
+_TESTS_FAILED = 3
+
+
+def read_events(path: pathlib.Path) -> tuple[dict[str, Target], int | None]:
+    """Returns the targets of one Bazel command, and its exit code (None: it was ended)."""
     targets: dict[str, Target] = {}
-    success = False
+    code = None
     for line in path.read_text(encoding="utf-8").splitlines():
         event = json.loads(line)
         kind, identity = next(iter(event["id"].items()))
@@ -117,8 +124,8 @@ def read_events(path: pathlib.Path) -> tuple[dict[str, Target], bool]:
             if key not in target.results or attempt >= target.results[key][0]:
                 target.results[key] = (attempt, result["status"], outputs)
         elif kind == "buildFinished":
-            success = event.get("finished", {}).get("exitCode", {}).get("code", 0) == 0
-    return targets, success
+            code = event.get("finished", {}).get("exitCode", {}).get("code", _SUCCESS)
+    return targets, code
 
 
 def copy_logs(targets: dict[str, Target], folder: pathlib.Path) -> None:
@@ -140,14 +147,14 @@ def summarize(paths: list[pathlib.Path], logs: pathlib.Path | None) -> Iterator[
             yield f"{path.stem}: {counts}"
             total.add(counts)
             continue
-        targets, success = read_events(path)
+        targets, code = read_events(path)
         sub = Counts()
         for label, target in sorted(targets.items()):
-            counts = target.counts()
+            counts = target.counts(finished=code in (_SUCCESS, _TESTS_FAILED))
             sub.add(counts)
             if target.is_test:
                 yield f"{label}: {'SKIPPED (incompatible)' if target.incompatible else counts}"
-        if not success and not sub.failed:
+        if code != _SUCCESS and not sub.failed:
             sub.failed = 1  # something that is no test could not be built
             yield f"{path.stem}: the command failed"
         total.add(sub)

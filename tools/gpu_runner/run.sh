@@ -13,13 +13,13 @@
 #
 # Environment:
 #   ASTRAI_STORE    where parts and wheels are kept (default: ~/astrai-bundle)
-#   CC              the C compiler (default: /usr/bin/gcc; another one on PATH may be a trimmed one that cannot link)
+#   ASTRAI_CC       the C compiler (default: /usr/bin/gcc; CC and PATH may name a trimmed one that cannot link)
 #   TARGETS         what to test (default: //...)
 #   BAZEL_OPTIONS   further options for every bazel command
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 store=${ASTRAI_STORE:-$HOME/astrai-bundle}
-export CC=${CC:-/usr/bin/gcc}
+export CC=${ASTRAI_CC:-/usr/bin/gcc}
 
 say() { printf 'gpu_runner: [%3ds] %s\n' "$SECONDS" "$*" >&2; }
 

@@ -63,9 +63,10 @@ class ModelConfig:
             "head_dim",
             "max_position",
         ):
-            if getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(
-                    f"ModelConfig: {name} must be at least 1, got {getattr(self, name)}"
+                    f"ModelConfig: {name} must be an integer of at least 1, got {value!r}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(

@@ -90,7 +90,10 @@ def _load_folder(
         raise FileNotFoundError(
             f"load: a model folder must hold config.json, got {path} without it"
         )
-    config = ModelConfig.from_hf(json.loads(config_file.read_text(encoding="utf-8")))
+    data = json.loads(config_file.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise ValueError(f"load: {config_file} must hold a JSON object, got {type(data).__name__}")
+    config = ModelConfig.from_hf(data)
     decoder = _fill(config, read_safetensors(path, config), dtype, device, progress, str(path))
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").is_file() else None
     template = tokenizer.chat_template if tokenizer else None
@@ -108,10 +111,14 @@ def _fill(
     source: str,
 ) -> Decoder:
     """Builds a decoder of the given weights; none is initialised only to be overwritten."""
+    total, pairs = weights
+    if config.num_layers > total:  # before a damaged number makes as many layers
+        raise ValueError(
+            f"load: {source} must hold weights of {config.num_layers} layers, got {total} tensors"
+        )
     with torch.device("meta"):
         decoder = Decoder(config)
     expected = {name: parameter.shape for name, parameter in decoder.named_parameters()}
-    total, pairs = weights
     state: dict[str, torch.Tensor] = {}
     for done, (name, tensor) in enumerate(pairs, 1):
         if name == "lm_head.weight" and config.tie_word_embeddings:

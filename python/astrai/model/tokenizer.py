@@ -66,7 +66,9 @@ class Tokenizer:
             raise ValueError(
                 f"{where}: tokenizer.ggml.model must be 'gpt2' (byte-level BPE), got {kind!r}"
             )
-        tokens = metadata["tokenizer.ggml.tokens"]
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        if not isinstance(tokens, list):
+            raise ValueError(f"{where}: tokenizer.ggml.tokens must be a list, got {tokens!r}")
         types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
         merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
         vocab = {token: i for i, token in enumerate(tokens)}

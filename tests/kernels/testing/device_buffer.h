@@ -70,7 +70,12 @@ class DeviceBuffer {
   const T* data() const { return reinterpret_cast<const T*>(base_ + front_); }
   size_t size() const { return count_; }
 
-  void poison() { REQUIRE_CUDA(cudaMemset(data(), kPoison, count_ * sizeof(T))); }
+  // Waits until it is done: cudaMemset is asynchronous, and non-blocking streams would not wait for
+  // it.
+  void poison() {
+    REQUIRE_CUDA(cudaMemset(data(), kPoison, count_ * sizeof(T)));
+    REQUIRE_CUDA(cudaDeviceSynchronize());
+  }
   void upload(const std::vector<T>& host) {
     REQUIRE(host.size() == count_);
     if (count_ == 0) return;

@@ -104,7 +104,7 @@ ATTENTION = {
         "q must be of a number of heads that is a multiple of the 0 heads of k, got 8 heads",
     ),
     "group": (
-        lambda t: {"q": t.randn(2, 1, 2 * 65, 64)},
+        lambda t: {"q": t.randn(2, 1, 2 * 65, 64), "out": t.randn(2, 1, 2 * 65, 64)},
         ShapeError,
         "q_heads / kv_heads must be at most 64",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ContextDecorator
 from enum import Enum
 from typing import Any
@@ -144,7 +145,7 @@ def attention(
         ExplicitSelectionError: The backend chosen by argument or context cannot take the call.
         ShapeError, ValueError, TypeError: Arguments that do not fit together.
     """
-    _check_call(q, k, v, kv_cache, fwd)
+    _check_call(q, k, v, kv_cache, attn_mask, fwd, scale)
     if backend is not None:
         backend = _backend_of(backend, "attention")
     chosen = resolve(
@@ -166,7 +167,15 @@ def attention(
     )
 
 
-def _check_call(q: Any, k: Any, v: Any, kv_cache: PackedKVCache | None, fwd: str | None) -> None:
+def _check_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_cache: PackedKVCache | None,
+    attn_mask: Any,
+    fwd: str | None,
+    scale: float | None,
+) -> None:
     """The checks that decide which kind of call it is; the backends check the rest."""
     if fwd not in FORWARD_MODES:
         AttentionBackend._check_fwd(fwd)
@@ -177,6 +186,12 @@ def _check_call(q: Any, k: Any, v: Any, kv_cache: PackedKVCache | None, fwd: str
             (n, x) for n, x in (("q", q), ("k", k), ("v", v)) if not isinstance(x, torch.Tensor)
         )
         raise TypeError(f"attention: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(
+            f"attention: attn_mask must be a torch.Tensor or None, got {type(attn_mask).__name__}"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ShapeError(f"attention: scale must be finite, got {scale}")
     rank = q.dim()
     if rank == 4:
         if kv_cache is not None:

@@ -35,6 +35,8 @@ def check_dense(
             f"{where}: k must have q's batch {q.shape[0]} and head_dim {q.shape[3]}, "
             f"got shape {tuple(k.shape)}"
         )
+    if q.shape[3] == 0:
+        raise ShapeError(f"{where}: head_dim must be at least 1, got q shape {tuple(q.shape)}")
     check_heads(q.shape[2], k.shape[2], where)
     if not q.dtype.is_floating_point or q.dtype is not k.dtype or q.dtype is not v.dtype:
         raise DtypeError(

@@ -92,6 +92,7 @@ def apply_rotary_emb(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     Raises:
         ShapeError, TypeError: Arguments that do not fit together.
     """
+    _check_tensors("apply_rotary_emb", x=x, freqs_cis=freqs_cis)
     return resolve(FAMILY, x, freqs_cis).record.obj.apply(x, freqs_cis)
 
 
@@ -124,6 +125,9 @@ def rotary_embed(
     Raises:
         ShapeError, TypeError: Arguments that do not fit together.
     """
+    _check_tensors("rotary_embed", q=q, cos_sin_cache=cos_sin_cache, positions=positions)
+    if k is not None:
+        _check_tensors("rotary_embed", k=k)
     impl = resolve(FAMILY, q, cos_sin_cache, k, positions).record.obj
     return impl.embed(q, k, cos_sin_cache, positions, interleaved, rotary_dim, inplace)
 
@@ -227,7 +231,9 @@ class TorchRotary:
         # As the kernel does: a position outside the cache shows as NaN instead of an index error,
         # which on a GPU would end the process's CUDA context.
         inside = (positions >= 0) & (positions < cos_sin_cache.shape[0])
-        rows = cos_sin_cache[positions.clamp(0, max(cos_sin_cache.shape[0] - 1, 0))]
+        if cos_sin_cache.shape[0] == 0:  # there is no row to read, whatever the position
+            cos_sin_cache = cos_sin_cache.new_zeros(1, width)
+        rows = cos_sin_cache[positions.clamp(0, cos_sin_cache.shape[0] - 1)]
         rows = rows.masked_fill(~inside.unsqueeze(-1), float("nan"))
         rows = rows.to(_compute_dtype(q)).reshape(*q.shape[:-2], 1, width)
         cos, sin = rows.chunk(2, dim=-1)
@@ -267,6 +273,13 @@ def _rotate(
     pair = (first * cos - second * sin, first * sin + second * cos)
     out = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
     return out.to(x.dtype)
+
+
+def _check_tensors(where: str, **arguments: object) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            kind = "None" if value is None else type(value).__name__
+            raise TypeError(f"{where}: {name} must be a torch.Tensor, got {kind}")
 
 
 def _check_floating(where: str, name: str, x: torch.Tensor) -> None:
