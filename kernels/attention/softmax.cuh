@@ -24,13 +24,14 @@ inline constexpr float kLargestSharedBase = 16777216.0f;  // 2^24
 // The run-time scale as the kernels use it: score = sign(scale) * dot * |scale|. The sign goes into
 // q (flipping it is exact), so that c > 0 and the largest dot product is the largest score. Scale 0
 // becomes the smallest normal number, under which every finite dot product below 2^100 still gives
-// weight 1.
+// weight 1; one above FLT_MAX / log2(e) becomes FLT_MAX.
 struct ScoreScale {
   float log2_scale;
   bool negate_q;
 
   explicit ScoreScale(float scale)
-      : log2_scale(std::fmax(std::fabs(scale) * kLog2E, FLT_MIN)), negate_q(scale < 0.0f) {}
+      : log2_scale(std::fmin(std::fmax(std::fabs(scale) * kLog2E, FLT_MIN), FLT_MAX)),
+        negate_q(scale < 0.0f) {}
 };
 
 #ifdef __CUDACC__

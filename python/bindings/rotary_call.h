@@ -21,8 +21,9 @@ rotary::RotaryParams read_rotary_emb(Call& call, PyObject* const* args);
 //
 //     q, k           like x above, k or None
 //     cos_sin_cache  fp32 contiguous [max_pos, rotary_dim]
-//     positions      int32 or int64 contiguous [tokens], or [batch * tokens] or [batch, tokens] for
-//     4-D q interleaved    bool rotary_dim     None for the width of cos_sin_cache, or that number
+//     positions      int32 or int64 contiguous [tokens]; [batch, tokens] or flat for 4-D q
+//     interleaved    bool
+//     rotary_dim     None for the width of cos_sin_cache, or that number
 //     q_out, k_out   like q and k, written; q and k themselves, or apart from all in memory
 constexpr Py_ssize_t kRotaryEmbedArguments = 8;
 rotary::RotaryParams read_rotary_embed(Call& call, PyObject* const* args);

@@ -8,11 +8,9 @@
 //     call.finish();                                     // bumps the version counters of outputs
 //
 // A Call refuses, with a message that names function and argument:
-//   * what is not exactly torch.Tensor or torch.nn.Parameter (lists, numpy arrays, None, fake
-//   tensors
-//     and other subclasses): TypeError;
-//   * tensors without memory of their own (functional, vmap, meta), sparse and quantized layouts, a
-//     set conj or neg bit: TypeError;
+//   * what is not exactly torch.Tensor or Parameter (lists, arrays, None, subclasses): TypeError;
+//   * tensors without memory of their own (functional, vmap, meta): TypeError;
+//   * sparse and quantized layouts, a set conj or neg bit: TypeError;
 //   * tensors on a device of the wrong kind, or not all on one device: RuntimeError;
 //   * with grad mode on, an argument that requires grad: RuntimeError with the word "autograd".
 #pragma once

@@ -3,9 +3,9 @@
 // No symbol of torch is linked, so that one module works with every torch from 2.6 on. Two paths
 // read a tensor:
 //
-//   * torch >= 2.10 publishes a table of C functions, torch.Tensor.__dlpack_c_exchange_api__
-//   (DLPack
-//     1.2 and newer). Reading a tensor is one C call without a Python object being made.
+//   * torch >= 2.10 publishes a table of C functions (DLPack 1.2),
+//   Tensor.__dlpack_c_exchange_api__:
+//     reading a tensor is one C call without a Python object being made.
 //   * torch 2.6 .. 2.9 has only torch.Tensor.__dlpack__, which makes a capsule.
 #pragma once
 

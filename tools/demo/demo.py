@@ -96,7 +96,7 @@ def cache_folder() -> pathlib.Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:  # no home, or a read-only one
-        return pathlib.Path(tempfile.gettempdir(), f"astrai-demo-{os.getuid()}")
+        return pathlib.Path(tempfile.mkdtemp(prefix="astrai-demo-"))
 
 
 def shared_folders() -> list[str]:
@@ -119,6 +119,10 @@ def shared_folders() -> list[str]:
     return folders
 
 
+# A file in every environment that the demo made.
+_MARK = "made-by-astrai-demo"
+
+
 def make_environment(wheel: pathlib.Path) -> pathlib.Path:
     """Makes (or finds, unchanged) the environment with the wheel; returns its Python."""
     folders = shared_folders()
@@ -134,8 +138,10 @@ def make_environment(wheel: pathlib.Path) -> pathlib.Path:
 
     say(2, f"virtual environment: {home} ...")
     for old in cache.glob("venv-*"):
-        shutil.rmtree(old, ignore_errors=True)
-    cache.mkdir(parents=True, exist_ok=True)
+        if (old / _MARK).is_file():  # one of ours; --cache may name a folder with others
+            shutil.rmtree(old, ignore_errors=True)
+    home.mkdir(parents=True, exist_ok=True)
+    (home / _MARK).touch()
     _run([sys.executable, "-m", "venv", str(home)], "python3 -m venv (is python3-venv installed?)")
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = _run([str(python), "-I", "-c", ask], "the new environment's Python").strip()

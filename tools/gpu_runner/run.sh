@@ -5,6 +5,7 @@
 #   setup  put the parts together: Bazel at its own path, the wheels into the store
 #   test   bazel test //...            (implies setup)
 #   ptx    the GPU tests once more with compute_80 PTX only: the sm_80 code paths, on whatever GPU this is
+#   no_mma the attention tests on the scalar kernels
 #   bench  every benchmark
 #   demo   //tools:demo
 #
@@ -104,6 +105,10 @@ for step in "$@"; do
     setup) bazel --version ;;
     test) run_tests test || status=1 ;;
     ptx) run_tests ptx --config=ptx80 --test_tag_filters=gpu --build_tests_only || status=1 ;;
+    no_mma)
+      targets=(//tests/kernels/attention/...)
+      run_tests no_mma --config=no_mma || status=1
+      ;;
     bench) bench || status=1 ;;
     demo) bazel run "${options[@]}" //tools:demo || status=1 ;;
     *)

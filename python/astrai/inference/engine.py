@@ -140,8 +140,7 @@ class Engine:
 
         Returns:
             The answer, to iterate over: pieces of text, none of which splits a character. Without a
-                tokenizer the
-            pieces are empty, one per token; read ``token_ids``.
+            tokenizer the pieces are empty, one per token; read ``token_ids``.
 
         Raises:
             ValueError: The prompt is empty, holds an unknown token, or does not fit the context

@@ -75,7 +75,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Genera
     if not math.isfinite(top):
         raise ValueError(f"sample: logits must be finite, got a largest logit of {top}")
     # The largest is taken off first: a tiny temperature must not overflow to inf - inf.
-    scaled = (wide - top) / params.temperature
+    scaled = (wide - top) / max(params.temperature, torch.finfo(torch.float32).tiny)
     order = scaled.argsort(descending=True, stable=True)
     if params.top_k:
         order = order[: params.top_k]

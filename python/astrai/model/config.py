@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,6 +69,10 @@ class ModelConfig:
                 raise ValueError(
                     f"ModelConfig: {name} must be an integer of at least 1, got {value!r}"
                 )
+        for name in ("rms_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"ModelConfig: {name} must be positive, got {value}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelConfig: num_heads must be a multiple of num_kv_heads, got {self.num_heads} "

@@ -130,6 +130,10 @@ def _fill(
                 f"load: {name} must have shape {tuple(expected[name])}, got {tuple(tensor.shape)} "
                 f"in {source}"
             )
+        if tensor.dtype not in _DTYPES:  # quantised: its numbers mean nothing without their scales
+            raise ValueError(
+                f"load: {name} must be float32, bfloat16 or float16, got {tensor.dtype} in {source}"
+            )
         state[name] = tensor.to(device=device, dtype=dtype)
         if progress is not None:
             progress(done, total)

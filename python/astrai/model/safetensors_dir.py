@@ -52,8 +52,16 @@ def _weight_files(folder: pathlib.Path) -> list[pathlib.Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        files = [folder / name for name in sorted(set(names))]
+        data = json.loads(index.read_text(encoding="utf-8"))
+        names = data.get("weight_map") if isinstance(data, dict) else None
+        # Names with a folder in them could lead out of the model's.
+        if not isinstance(names, dict) or not all(
+            isinstance(name, str) and pathlib.PurePath(name).name == name for name in names.values()
+        ):
+            raise ValueError(
+                f"load: {index} must hold a weight_map of tensor names to file names, got {names!r}"
+            )
+        files = [folder / name for name in sorted(set(names.values()))]
         for file in files:
             if not file.is_file():
                 raise FileNotFoundError(
@@ -76,7 +84,7 @@ def _to_neighbour_pairs(name: str, tensor: torch.Tensor, config: ModelConfig) ->
         heads = config.num_kv_heads
     else:
         return tensor
-    if tensor.shape[0] != heads * config.head_dim:
+    if tensor.dim() == 0 or tensor.shape[0] != heads * config.head_dim:
         return tensor  # the loader reports the shape
     rows = tensor.reshape(heads, 2, config.head_dim // 2, *tensor.shape[1:])
     return rows.transpose(1, 2).reshape(tensor.shape)

@@ -283,6 +283,8 @@ def test_backend_must_implement_forward():
         ({"attn_mask": torch.ones(2, 5, dtype=torch.bool)}, ShapeError, "mask batch must be 1"),
         ({"attn_mask": torch.ones(1, 6, dtype=torch.bool)}, ShapeError, "last dim must be kv_len"),
         ({"attn_mask": torch.ones(1, 5, dtype=torch.int8)}, TypeError, "mask must be bool"),
+        ({"attn_mask": [[True]]}, TypeError, "attn_mask must be a torch.Tensor or None, got list"),
+        ({"scale": float("nan")}, ShapeError, "scale must be finite, got nan"),
     ],
 )
 def test_bad_calls(call, change, error, message):

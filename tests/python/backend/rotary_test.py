@@ -139,6 +139,8 @@ def test_position_outside_the_cache_shows_as_nan():
     assert torch.isnan(got[1:3, :, :8]).all()
     assert torch.equal(got[1:3, :, 8:], q[1:3, :, 8:])
     assert torch.isfinite(got[[0, 3]]).all()
+    nothing, _ = rotary_embed(q, None, torch.ones(0, 8), torch.arange(4))
+    assert torch.isnan(nothing[..., :8]).all()
 
 
 def test_embed_is_differentiable():
@@ -181,6 +183,9 @@ def test_bad_apply(x, freqs, error, message):
         ({"cos_sin_cache": torch.ones(9, 18)}, ShapeError, "rotary_dim must be even and 2 to"),
         ({"rotary_dim": 8}, ShapeError, "must have rotary_dim 8 columns"),
         ({"rotary_dim": 7}, ShapeError, "rotary_dim must be even"),
+        ({"q": None}, TypeError, "q must be a torch.Tensor, got None"),
+        ({"k": [1.0]}, TypeError, "k must be a torch.Tensor, got list"),
+        ({"positions": [0, 1, 2, 3]}, TypeError, "positions must be a torch.Tensor, got list"),
         ({"positions": torch.ones(4)}, TypeError, "positions must be int32 or int64"),
         ({"positions": torch.arange(3)}, ShapeError, r"positions must be \[4\]"),
         ({"positions": torch.ones(2, 2).long()}, ShapeError, r"positions must be \[4\]"),

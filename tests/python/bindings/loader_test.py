@@ -51,7 +51,7 @@ def test_discovery_takes_the_text_before_the_first_dot(tmp_path):
     assert loader._discover(tmp_path) == ["a", "b"]
 
 
-def test_case_e1_nothing_is_imported_before_the_first_use():
+def test_nothing_is_imported_before_the_first_use():
     code = (
         "import sys, astrai.extension as e\n"
         "loaded = [m for m in sys.modules if m.startswith('astrai.extension.lib.')]\n"

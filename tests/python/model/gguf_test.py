@@ -101,6 +101,9 @@ def test_damaged_files_are_refused(tmp_path):
         ({"llama.feed_forward_length": 100}, "must have shape"),
         ({"llama.block_count": 3}, "must hold all weights"),
         ({"llama.block_count": 1}, "must belong to the model"),
+        ({"llama.block_count": 10**9}, "must hold weights of 1000000000 layers, got 21 tensors"),
+        ({"llama.attention.head_count": "4"}, "num_heads must be an integer"),
+        ({"llama.rope.freq_base": 0.0}, "rope_theta must be positive"),
     ],
 )
 def test_unsuitable_models_are_refused(tmp_path, metadata, message):

@@ -117,6 +117,14 @@ def test_config_of_both_transformers_generations():
         ({"vocab_size": 98}, r"\.weight must have shape \(98, 64\), got \(97, 64\)"),
         ({"num_hidden_layers": 3}, "must hold all weights"),
         ({"num_hidden_layers": 1}, "must belong to the model"),
+        ({"num_hidden_layers": 10**9}, "must hold weights of 1000000000 layers"),
+        ({"vocab_size": "97"}, "vocab_size must be an integer"),
+        ({"rope_theta": -1.0}, "rope_theta must be positive"),
+        (
+            {"rope_scaling": {"rope_type": "linear"}},
+            "factor of rope_type 'linear' must be positive",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "must be positive, got None"),
     ],
 )
 def test_unsuitable_configs_are_refused(tmp_path, changes, message):
@@ -139,6 +147,39 @@ def test_folders_that_lack_a_file_are_refused(tmp_path):
         load(tmp_path)
     weights.unlink()
     with pytest.raises(FileNotFoundError, match=r"must hold model\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "../model.safetensors"}}']
+)
+def test_wrong_index_is_refused(tmp_path, text):
+    save(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path.parent / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="must hold a weight_map of tensor names to file names"):
+        load(tmp_path)
+
+
+def test_config_that_is_no_object_is_refused(tmp_path):
+    save(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object, got list"):
+        load(tmp_path)
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, file)
+    with pytest.raises(
+        ValueError, match=r"must be float32, bfloat16 or .* got torch\.float8_e4m3fn"
+    ):
         load(tmp_path)
 
 

@@ -26,13 +26,22 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
     if scaling is None:
         return freq
     kind = scaling["rope_type"]
+
+    def positive(key: str) -> float:
+        value = scaling.get(key)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ValueError(
+                f"inverse_frequencies: {key} of rope_type {kind!r} must be positive, got {value!r}"
+            )
+        return value
+
     if kind == "linear":
-        return freq / scaling["factor"]
+        return freq / positive("factor")
     if kind == "llama3":
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = scaling["original_max_position_embeddings"] * freq / (2 * math.pi)
+        low, high = positive("low_freq_factor"), positive("high_freq_factor")
+        turns = positive("original_max_position_embeddings") * freq / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return keep * freq + (1 - keep) * freq / scaling["factor"]
+        return keep * freq + (1 - keep) * freq / positive("factor")
     raise ValueError(f"inverse_frequencies: rope_type must be 'linear' or 'llama3', got {kind!r}")
 
 
