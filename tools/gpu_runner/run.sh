@@ -70,7 +70,7 @@ bazel() { "$prefix/bin/bazel" --output_user_root="$store/output" "$@"; }
 
 # Logs of failed tests and a summary by case.
 report() { # NAME EVENTS
-  python3 tools/ci/summary.py "$2" | tee "${OUT:+$OUT/$1-summary.txt}" || true
+  python3 tools/ci/summary.py "$2" | tee "${OUT:-$store}/$1-summary.txt" || true
   if [[ -n ${OUT:-} ]]; then
     mkdir -p "$OUT/$1-logs"
     python3 tools/ci/summary.py --failed-logs "$OUT/$1-logs" "$2" >/dev/null || true
