@@ -2,10 +2,10 @@
 // keys of a decode are split, how many rows a prefill tile has.
 //
 // The constants were fitted to times measured on one H200 (132 SMs, driver 580.159, CUDA 13.0) on
-// 2026-11-30: decode and prefill with forced splits and rows, bf16, graph replay, median of 9 (the
-// figures are in README.md). They only need to rank alternatives; on every swept shape the choice
-// takes at most 3 % longer than the best one. Other GPUs differ in absolute speed, but the ratios
-// that matter here (bandwidth of one SM to that of all, launch to streaming) are of the same size.
+// 2026-11-30 by //tools/bench:attention_plans: forced splits and rows, bf16, graph replay (the
+// figures are in README.md). They only need to rank alternatives. Other GPUs differ in absolute
+// speed, but the ratios that matter here (bandwidth of one SM to that of all, launch to streaming)
+// are of the same size.
 #pragma once
 
 #include <algorithm>
