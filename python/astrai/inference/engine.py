@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,6 +12,14 @@ from astrai.inference.cache import InferenceWorkspace, PagePool
 from astrai.inference.sampling import SamplingParams, sample
 from astrai.model import LoadedModel
 from astrai.model.tokenizer import TextStream
+
+
+def _integer(value: object, what: str) -> int:
+    """An integer of any kind (numpy's, a 0-d tensor's), but nothing that would be rounded."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{what} must be of integers, got {value!r}") from None
 
 
 class Generation:
@@ -143,6 +152,7 @@ class Engine:
             tokenizer the pieces are empty, one per token; read ``token_ids``.
 
         Raises:
+            TypeError: A token id or ``max_tokens`` is no integer.
             ValueError: The prompt is empty, holds an unknown token, or does not fit the context
                 together with ``max_tokens``.
             RuntimeError: As many requests as the engine holds are under way (raised by the first
@@ -153,7 +163,7 @@ class Engine:
         ids = (
             self._tokenizer("generate").encode(prompt)
             if isinstance(prompt, str)
-            else [int(t) for t in prompt]
+            else [_integer(t, f"{where}: prompt") for t in prompt]
         )
         if not ids:
             raise ValueError(f"{where}: prompt must have at least one token, got none")
@@ -162,7 +172,7 @@ class Engine:
             raise ValueError(
                 f"{where}: prompt must hold token ids below {config.vocab_size}, got {unknown[0]}"
             )
-        if max_tokens is not None and max_tokens < 1:
+        if max_tokens is not None and _integer(max_tokens, f"{where}: max_tokens") < 1:
             raise ValueError(f"{where}: max_tokens must be at least 1, got {max_tokens}")
         # The last token made needs no cache slot: nothing is computed after it.
         room = self.max_seq_len - len(ids) + 1
@@ -175,7 +185,11 @@ class Engine:
                 "tokens"
             )
         limit, reason = (room, "context") if max_tokens is None else (max_tokens, "length")
-        stops = frozenset(config.eos_token_ids if stop_ids is None else stop_ids)
+        stops = frozenset(
+            config.eos_token_ids
+            if stop_ids is None
+            else (_integer(t, f"{where}: stop_ids") for t in stop_ids)
+        )
         sampling = sampling or SamplingParams()
         # The generator function must know the object it reports to, which in turn iterates over it.
         answer = Generation(ids, iter(()))

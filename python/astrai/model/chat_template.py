@@ -51,9 +51,10 @@ class ChatTemplate:
         Args:
             messages: Each with "role" ("system", "user", "assistant") and "content".
             add_generation_prompt: Whether the text ends where the assistant's answer begins.
-        """
-        import jinja2
 
+        Raises:
+            ValueError: A message lacks its strings, or the template fails on the messages.
+        """
         for i, message in enumerate(messages):
             for key in ("role", "content"):
                 if not isinstance(message.get(key), str):
@@ -67,7 +68,11 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except ValueError:  # by the template itself, see raise_exception
+            raise
+        except (
+            Exception
+        ) as error:  # the template is a program of the model file and may do anything
             raise ValueError(
                 f"ChatTemplate.render: messages must suit the template, got: {error}"
             ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tokenizers import Tokenizer as RustTokenizer
@@ -109,6 +111,27 @@ def test_wrong_requests_are_refused_at_once(plain, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         plain.generate(prompt, **options)
     assert plain.pool.free_rows == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([1, 1.7], {}, "prompt must be of integers, got 1.7"),
+        (["1"], {}, "prompt must be of integers, got '1'"),
+        ([1], {"max_tokens": 1.5}, "max_tokens must be of integers, got 1.5"),
+        ([1], {"stop_ids": ["x"]}, "stop_ids must be of integers, got 'x'"),
+    ],
+)
+def test_only_integers_are_taken_as_such(plain, prompt, options, message):
+    with pytest.raises(TypeError, match=re.escape(f"Engine.generate: {message}")):
+        plain.generate(prompt, **options)
+
+
+def test_integers_of_other_kinds_are_taken(plain):
+    ids = torch.tensor([3, 1, 2])
+    expected = plain.generate([3, 1, 2], max_tokens=4)
+    answer = plain.generate(list(ids), max_tokens=4)
+    assert list(expected) == list(answer) and expected.token_ids == answer.token_ids
 
 
 def test_engine_checks_its_context():
