@@ -184,7 +184,7 @@ def test_chat_template_is_sandboxed_and_reports_errors():
         ChatTemplate("{{ messages.__class__.__mro__ }}").render([{"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match="no system"):
         ChatTemplate("{{ raise_exception('no system') }}").render([])
-    with pytest.raises(ValueError, match="messages must suit the template, got: .*zero"):
+    with pytest.raises(ValueError, match=r"messages must suit the template, got: .*zero"):
         ChatTemplate("{{ 1 // 0 }}").render([])
     with pytest.raises(ValueError, match=r"messages\[0\]\['content'\] must be a string, got None"):
         ChatTemplate("").render([{"role": "user"}])
