@@ -1,11 +1,14 @@
-// Decode on tensor cores: head dims up to 256, contiguous keys.
+// Decode on tensor cores, head dim 256.
 #ifndef ASTRAI_NO_MMA
 
 #include "kernels/attention/decode_launch.cuh"
 
 namespace astrai::attention {
 
-ASTRAI_DECODE_KERNELS(256, 256, ContigKV);
+template cudaError_t launch_decode_mma<__nv_bfloat16, 256>(
+    const DecodeArgs<ContigKV<__nv_bfloat16>>&, const DecodePlan&, int, cudaStream_t);
+template cudaError_t launch_decode_mma<__half, 256>(const DecodeArgs<ContigKV<__half>>&,
+                                                    const DecodePlan&, int, cudaStream_t);
 
 }  // namespace astrai::attention
 

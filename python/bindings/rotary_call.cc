@@ -87,24 +87,6 @@ void fill_sizes(RotaryParams* params, const Heads& heads) {
   params->head_dim = static_cast<int>(heads.head_dim);
 }
 
-void require_positions(const Call& call, const TensorView& positions, const Heads& q) {
-  require_dtype(call, positions, {ScalarType::kInt32, ScalarType::kInt64});
-  const bool flat = positions.rank == 1 && positions.shape[0] == q.batch * q.tokens;
-  const bool by_batch = positions.rank == 2 && q.view.rank == 4 && positions.shape[0] == q.batch &&
-                        positions.shape[1] == q.tokens;
-  if (!flat && !by_batch) {
-    const std::string tokens = std::to_string(q.tokens), batch = std::to_string(q.batch);
-    raise_argument(ErrorClass::kShape, call.function(), "positions",
-                   "of shape (" + std::to_string(q.batch * q.tokens) + ",)" +
-                       (q.view.rank == 4 ? " or (" + batch + ", " + tokens + ")" : std::string()) +
-                       ", one position for each token of q",
-                   positions.shape_text());
-  }
-  require_contiguous(call, positions);
-}
-
-}  // namespace
-
 int64_t read_rotary_dim(const Call& call, PyObject* object, const TensorView& cache,
                         int64_t head_dim) {
   const int64_t width = cache.shape[1];
@@ -122,6 +104,24 @@ int64_t read_rotary_dim(const Call& call, PyObject* object, const TensorView& ca
   }
   return rotary_dim;
 }
+
+void require_positions(const Call& call, const TensorView& positions, const Heads& q) {
+  require_dtype(call, positions, {ScalarType::kInt32, ScalarType::kInt64});
+  const bool flat = positions.rank == 1 && positions.shape[0] == q.batch * q.tokens;
+  const bool by_batch = positions.rank == 2 && q.view.rank == 4 && positions.shape[0] == q.batch &&
+                        positions.shape[1] == q.tokens;
+  if (!flat && !by_batch) {
+    const std::string tokens = std::to_string(q.tokens), batch = std::to_string(q.batch);
+    raise_argument(ErrorClass::kShape, call.function(), "positions",
+                   "of shape (" + std::to_string(q.batch * q.tokens) + ",)" +
+                       (q.view.rank == 4 ? " or (" + batch + ", " + tokens + ")" : std::string()) +
+                       ", one position for each token of q",
+                   positions.shape_text());
+  }
+  require_contiguous(call, positions);
+}
+
+}  // namespace
 
 rotary::RotaryParams read_rotary_emb(Call& call, PyObject* const* args) {
   const Rotated x = read_operand(call, args[0], args[2], "x", "out");
