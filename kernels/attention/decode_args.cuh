@@ -1,39 +1,55 @@
-// Arguments of the decode kernels, MMA and scalar.
+// Arguments of the decode kernels, MMA and scalar, and the launcher of the former.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/attention/attention.h"
+#include "kernels/attention/decode_plan.h"
+#include "kernels/attention/kv_append.cuh"
 #include "kernels/attention/kv_source.cuh"
+#include "kernels/attention/score.cuh"
+#include "kernels/attention/split_merge.cuh"
+#include "kernels/common/launch.h"
 
 namespace astrai::attention {
-
-// Partial results. Row = (batch * q_heads + head) * splits + split.
-struct DecodePartials {
-  float* out;      // [rows][head_dim], un-normalised; undefined where sum is 0
-  float* max_sum;  // [rows][2]: largest raw score (see softmax.cuh) and sum
-};
 
 template <typename KvSource>
 struct DecodeArgs {
   KvSource kv;
-  const void* q;
-  int64_t q_batch_stride;
-  int64_t q_head_stride;
+  QueryRows queries;
+  ScoreArgs score;
+  Operand q;
   void* out;
   int64_t out_batch_stride;
+  int64_t out_seq_stride;
   int64_t out_head_stride;
-  float* lse;  // nullable, [batch][q_heads]
+  float* lse;  // nullable
+  AppendArgs append;
+  int batch;
   int kv_heads;
-  int q_heads;
+  int group;  // query heads per kv head
   int head_dim;
-  int passes;
-  int splits;
-  int split_keys;
-  DecodePartials partials;  // used if splits > 1
-  float log2_scale;
-  bool negate_q;
-  MaskView mask;
+  int v_head_dim;
+  // How the work is cut: see DecodePlan. Not looked at by the scalar kernel.
+  int cluster_blocks;
+  int workers;
+  int unit_keys;
+  int least_units;
+  int fixed_splits;
+  bool equal_lengths;  // all requests have the same q_len and kv_len
+  SplitWorkspace workspace;
+};
+
+// The MMA kernel for Q of type T, head dims up to kQkDim and kVDim, and keys and values of
+// KvSource. Each is instantiated in one of the files decode_d*.cu, so that no compiler run is long.
+template <typename T, int kQkDim, int kVDim, typename KvSource>
+struct DecodeKernel {
+  static constexpr DecodeTile kTile =
+      decode_tile(kQkDim, kVDim, static_cast<int>(sizeof(typename KvSource::Element)));
+
+  // Clusters of each size that the current device holds.
+  static cudaError_t residency(Residency* residency);
+  static cudaError_t launch(const DecodeArgs<KvSource>& args, int64_t blocks, cudaStream_t stream);
 };
 
 }  // namespace astrai::attention

@@ -1,14 +1,11 @@
-// Decode on tensor cores, head dim 64.
+// Decode on tensor cores: head dims up to 64, contiguous keys.
 #ifndef ASTRAI_NO_MMA
 
 #include "kernels/attention/decode_launch.cuh"
 
 namespace astrai::attention {
 
-template cudaError_t launch_decode_mma<__nv_bfloat16, 64>(
-    const DecodeArgs<ContigKV<__nv_bfloat16>>&, const DecodePlan&, int, cudaStream_t);
-template cudaError_t launch_decode_mma<__half, 64>(const DecodeArgs<ContigKV<__half>>&,
-                                                   const DecodePlan&, int, cudaStream_t);
+ASTRAI_DECODE_KERNELS(64, 64, ContigKV);
 
 }  // namespace astrai::attention
 

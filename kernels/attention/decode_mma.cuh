@@ -1,297 +1,434 @@
-// Decode attention (one query per request) on tensor cores, for sm_80 and newer: streams K and V
-// once.
+// Decode attention (up to 16 query rows a kv head) on tensor cores, for sm_80 and newer: streams K
+// and V once.
 //
-// A block takes up to 16 query heads that share a kv head as the 16 rows of an MMA, and one split
-// of the keys. Its warps share nothing while they stream: each takes every kWarps-th slice of 16
-// keys, through two rings of its own (K slices and V slices), with its own softmax state and
-// output, so the loop has no block barrier.
+// The rows of an MMA are the packed rows of one (request, kv head): row r is query position r /
+// group and head r % group. A worker, which is a block or on sm_90 a cluster of blocks, takes
+// pieces of such pairs' keys (work_split.cuh). The warps of a worker share nothing while they
+// stream: each takes every n-th slice of 16 keys, through two rings of its own (K slices and V
+// slices), with its own softmax state and output, so the loop has no block barrier.
 //
-//   smem of one warp:  K ring [slots][16][D] | V ring [slots][16][D]
+//   smem of one warp:  K ring [slots][16][qk dim] | V ring [slots][16][v dim]
 //
 // As soon as a slice has been used, the copy of the slice `slots` turns ahead goes into its place.
-// The warps' results are merged at the end, through the same memory. With several splits per row,
-// each block leaves an un-normalised fp32 output and its (max, sum) for decode_combine_kernel.
+// At the end of a piece the warps' results are merged through the same memory, then those of the
+// blocks of a cluster through distributed shared memory, then those of the pieces of a pair through
+// global memory (decode_merge.cuh).
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/attention/decode_args.cuh"
+#include "kernels/attention/decode_merge.cuh"
+#include "kernels/attention/decode_work.cuh"
+#include "kernels/attention/kv_append.cuh"
+#include "kernels/attention/kv_fragments.cuh"
 #include "kernels/attention/mask.cuh"
-#include "kernels/attention/plan.h"
+#include "kernels/attention/score.cuh"
 #include "kernels/attention/softmax.cuh"
+#include "kernels/common/cluster.cuh"
 #include "kernels/common/cp_async.cuh"
 #include "kernels/common/ldmatrix.cuh"
 #include "kernels/common/mma.cuh"
+#include "kernels/common/smem.cuh"
 #include "kernels/common/vec.cuh"
 
 namespace astrai::attention {
 
-template <typename T, int kHeadDim>
-struct DecodeWarp {
-  static constexpr DecodeTile kTile = decode_tile(kHeadDim);
-  static constexpr int kWarps = kTile.warps;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kSlots = kTile.slots;
-  static constexpr int kSliceKeys = DecodeTile::kSliceKeys;
-  static constexpr int kSliceBytes = kTile.slice_bytes();
-  static constexpr int kSmemBytes = kTile.smem_bytes();
-  static constexpr int kRowBytes = kHeadDim * 2;
+// How a warp copies a slice: rows of kRowBytes, whole rows in each pass.
+template <typename E, int kRowBytes>
+struct SliceCopy {
   static constexpr int kChunks = kRowBytes / 16;
-  static constexpr int kRowsPerPass = 32 / kChunks > 0 ? 32 / kChunks : 1;
-  static constexpr int kDimBlocks = kHeadDim / 16;
+  static constexpr int kFit = 32 / kChunks;
+  static constexpr int kRowsPerPass = kFit >= 16  ? 16
+                                      : kFit >= 8 ? 8
+                                      : kFit >= 4 ? 4
+                                      : kFit >= 2 ? 2
+                                                  : 1;
+  static constexpr int kLanes = kRowsPerPass * kChunks;  // that take part
+  static constexpr int kElements = 16 / sizeof(E);       // of a chunk
   static_assert(kChunks <= 32, "a warp copies whole rows");
 
-  // The A operand of the first product: rows 0 .. heads - 1 of the group, zeros below.
-  static __device__ __forceinline__ void load_q(uint32_t (&a)[kDimBlocks][4], const T* q,
-                                                int64_t head_stride, int heads, bool negate) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int reg = 0; reg < 4; ++reg) {
-      const MatrixCoord at = mma_a_coord(lane, reg, 0);
-      const T* row = q + at.row * head_stride + at.col;
-#pragma unroll
-      for (int db = 0; db < kDimBlocks; ++db) {
-        a[db][reg] = 0;
-        if (at.row < heads) a[db][reg] = *reinterpret_cast<const uint32_t*>(row + db * 16);
-        if (negate) a[db][reg] ^= 0x80008000u;
-      }
-    }
-  }
+  static __device__ __forceinline__ int row() { return threadIdx.x % 32 / kChunks; }
+  static __device__ __forceinline__ int column() { return threadIdx.x % 32 % kChunks * kElements; }
 
-  // Starts the copy of 16 rows into a slot; of those, `valid` exist, the others become zeros.
-  template <typename Walk>
-  static __device__ __forceinline__ void copy_slice(uint32_t slot, int valid, Walk walk,
-                                                    uint64_t policy) {
-    const int lane = threadIdx.x % 32;
+  // Starts the copy of 16 rows into a slot. Of those, `valid` exist (0 in lanes whose columns do
+  // not), and with kPaged those of them whose page, held by lane r for row r, is not negative. The
+  // others become zeros, so that a probability of 0 meets no NaN.
+  template <bool kPaged, typename Walk>
+  static __device__ __forceinline__ void start(uint32_t slot, int valid, int pages, Walk walk,
+                                               uint64_t policy) {
+    const int chunk = threadIdx.x % 32 % kChunks;
+    constexpr int kPasses = DecodeTile::kSliceKeys / kRowsPerPass;
 #pragma unroll
-    for (int pass = 0; pass < kSliceKeys / kRowsPerPass; ++pass) {
-      const int r = lane / kChunks + pass * kRowsPerPass;
-      cp_async_16(slot + swizzled_offset<kRowBytes>(r, lane % kChunks), walk.next(), r < valid,
-                  policy);
-    }
-  }
-
-  // Sets scores of keys from kv_len on, or where the mask is false, to -inf.
-  static __device__ __forceinline__ void apply_mask(float (&s)[2][4], int first_key, int kv_len,
-                                                    const MaskView& mask, int batch, int first_head,
-                                                    int heads) {
-    const int lane = threadIdx.x % 32;
-    if (first_key + kSliceKeys > kv_len) {
-#pragma unroll
-      for (int nt = 0; nt < 2; ++nt) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (first_key + nt * 8 + mma_c_coord(lane, i).col >= kv_len) s[nt][i] = neg_inf();
-        }
-      }
-    }
-    if (mask.data != nullptr) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = mma_c_coord(lane, 2 * half).row;
-        if (row >= heads) continue;
-        const uint8_t* allowed = mask_row(mask, batch, first_head + row, 0);
-#pragma unroll
-        for (int nt = 0; nt < 2; ++nt) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int key = first_key + nt * 8 + mma_c_coord(lane, i).col;
-            if (key < kv_len && allowed[key] == 0) s[nt][2 * half + i] = neg_inf();
-          }
-        }
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int r = row() + pass * kRowsPerPass;
+      const int page = kPaged ? __shfl_sync(0xffffffffu, pages, r) : 0;
+      const E* source = walk.next(page);
+      if (kLanes == 32 || threadIdx.x % 32 < kLanes) {
+        cp_async_16(slot + TileRows<kRowBytes>::offset(r, chunk), source,
+                    r < valid && (!kPaged || page >= 0), policy);
       }
     }
   }
 };
 
-// Merges the warps' outputs and writes the block's rows. `merge` is kWarps * 16 rows of kHeadDim +
-// 8 floats, the padding against bank conflicts.
-template <typename T, int kHeadDim, typename KvSource>
-__device__ __forceinline__ void decode_store(const DecodeArgs<KvSource>& args, const float* merge,
-                                             const float (*max_sum)[kMmaRows][2], int batch,
-                                             int first_head, int heads, int split) {
-  constexpr int kWarps = DecodeWarp<T, kHeadDim>::kWarps;
-  constexpr int kQuads = kHeadDim / 4;
-  for (int item = threadIdx.x; item < heads * kQuads; item += kWarps * 32) {
-    const int row = item / kQuads;
-    const int column = item % kQuads * 4;
-    float max = neg_inf();
+// What a block knows about the packed rows of the pair it works on.
+struct DecodeRow {
+  int first_key;  // keys first_key .. end_key - 1 are in the row's window
+  int end_key;
+  const uint8_t* mask;  // of key 0; null = no key is allowed (looked at only if there is a mask)
+  int64_t out;          // elements to the row in out
+  int64_t lse;          // index in lse
+  int head;
+};
+
+template <typename T, int kQkDim, int kVDim, typename KvSource>
+struct DecodeBlock {
+  using E = typename KvSource::Element;
+  static constexpr DecodeTile kTile = DecodeKernel<T, kQkDim, kVDim, KvSource>::kTile;
+  static constexpr int kWarps = kTile.warps;
+  static constexpr int kThreads = kTile.threads();
+  static constexpr int kSlots = kTile.slots;
+  static constexpr int kTurnKeys = kTile.keys();  // of all warps of the block
+  static constexpr int kSliceKeys = DecodeTile::kSliceKeys;
+  static constexpr int kKSliceBytes = kTile.k_slice_bytes();
+  static constexpr int kVSliceBytes = kTile.v_slice_bytes();
+  static constexpr int kSmemBytes = kTile.smem_bytes();
+  static constexpr int kQkBlocks = kQkDim / 16;
+  static constexpr int kVBlocks = kVDim / 16;
+  // Blocks of 16 dims of Q that stay in registers; those of the largest head dim do not all fit
+  // beside the output, and the rest is read from shared memory in each turn.
+  static constexpr int kHeldBlocks = kQkBlocks < 12 ? kQkBlocks : 12;
+  static constexpr int kRestBlocks = kQkBlocks - kHeldBlocks;
+  using KCopy = SliceCopy<E, kQkDim* int{sizeof(E)}>;
+  using VCopy = SliceCopy<E, kVDim* int{sizeof(E)}>;
+  using KFragments = KvFragments<T, E, kQkDim* int{sizeof(E)}>;
+  using VFragments = KvFragments<T, E, kVDim* int{sizeof(E)}>;
+
+  // The A operand of the first product: rows 0 .. rows - 1 of the pair, zeros below and beyond
+  // head_dim.
+  static __device__ __forceinline__ void load_q(uint32_t (&a)[kQkBlocks][4],
+                                                const DecodeArgs<KvSource>& args, const T* q,
+                                                int rows) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) max = fmaxf(max, max_sum[warp][row][0]);
-    const float base = row_base(max, args.log2_scale);
-    float sum = 0.0f;
-    float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int half = 0; half < 2; ++half) {
+      const int row = mma_a_coord(lane, half, 0).row;
+      const int position = row / args.group;
+      const T* source =
+          q + position * args.q.seq_stride + (row - position * args.group) * args.q.head_stride;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) {
-      const float part_sum = max_sum[warp][row][1];
-      if (part_sum == 0.0f) continue;  // no key: the weight is 0, whatever the output holds
-      const float weight = exp2_approx(__fmul_rn(max_sum[warp][row][0], args.log2_scale) - base);
-      sum = fmaf(weight, part_sum, sum);
-      const float4 part = *reinterpret_cast<const float4*>(
-          merge + (warp * kMmaRows + row) * (kHeadDim + 8) + column);
-      o.x = fmaf(weight, part.x, o.x);
-      o.y = fmaf(weight, part.y, o.y);
-      o.z = fmaf(weight, part.z, o.z);
-      o.w = fmaf(weight, part.w, o.w);
-    }
-    const int head = first_head + row;
-    const int64_t lse_row = static_cast<int64_t>(batch) * args.q_heads + head;
-    if (args.splits > 1) {
-      const int64_t partial = lse_row * args.splits + split;
-      *reinterpret_cast<float4*>(args.partials.out + partial * kHeadDim + column) = o;
-      if (column == 0) {
-        *reinterpret_cast<float2*>(args.partials.max_sum + partial * 2) = make_float2(max, sum);
-      }
-    } else {
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      T* out = static_cast<T*>(args.out) + batch * args.out_batch_stride +
-               head * args.out_head_stride + column;
-      *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(o.x * inverse, o.y * inverse),
-                                                  pack2<T>(o.z * inverse, o.w * inverse));
-      if (args.lse != nullptr && column == 0) {
-        args.lse[lse_row] = row_lse(max, sum, args.log2_scale);
+      for (int reg = half; reg < 4; reg += 2) {
+        const int column = KFragments::k_dim(mma_a_coord(lane, reg, 0).col);
+#pragma unroll
+        for (int db = 0; db < kQkBlocks; ++db) {
+          a[db][reg] = 0;
+          if (row < rows && db * 16 + column < args.head_dim) {
+            a[db][reg] = *reinterpret_cast<const uint32_t*>(source + db * 16 + column);
+          }
+          if (args.score.negate_q) a[db][reg] ^= 0x80008000u;
+        }
       }
     }
   }
-}
 
-template <typename T, int kHeadDim, typename KvSource>
-__global__ __launch_bounds__(decode_tile(kHeadDim).warps * 32) void decode_mma_kernel(
-    const __grid_constant__ DecodeArgs<KvSource> args) {
-  using Warp = DecodeWarp<T, kHeadDim>;
-  constexpr int kSliceKeys = Warp::kSliceKeys;
-  constexpr int kSlots = Warp::kSlots;
-  constexpr int kTileKeys = kSliceKeys * Warp::kWarps;
-  constexpr int kMergeStride = kHeadDim + 8;
-  static_assert(Warp::kWarps * kMmaRows * kMergeStride * 4 <= Warp::kSmemBytes,
+  // Sets scores to -inf where the row may not see the key: outside its window, in no page (bit j of
+  // `present`: key first_key + j has one), or not allowed by the mask.
+  static __device__ __forceinline__ void apply_limits(float (&s)[2][4], const DecodeRow* rows,
+                                                      int first_key, uint32_t present,
+                                                      const MaskView& mask) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const DecodeRow& row = rows[mma_c_coord(lane, 2 * half).row];
+#pragma unroll
+      for (int nt = 0; nt < 2; ++nt) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int j = nt * 8 + mma_c_coord(lane, i).col;
+          const int key = first_key + j;
+          bool seen = key >= row.first_key && key < row.end_key && (present >> j & 1u) != 0;
+          if (seen && mask.data != nullptr) {
+            seen = row.mask != nullptr && key < mask.width && row.mask[key] != 0;
+          }
+          if (!seen) s[nt][2 * half + i] = neg_inf();
+        }
+      }
+    }
+  }
+
+  // Fills the table of rows; called by the first kMmaRows threads.
+  static __device__ __forceinline__ void describe_row(DecodeRow* row,
+                                                      const DecodeArgs<KvSource>& args, int batch,
+                                                      int kv_head, const DecodeRequest& request) {
+    const int r = threadIdx.x;
+    const int position = r / args.group;
+    *row = {0, 0, nullptr, 0, 0, 0};
+    if (r >= request.q_len * args.group) return;
+    const KeyRange seen = keys_in_window(args.score, position, position,
+                                         request.kv_len - request.q_len, request.kv_len);
+    row->first_key = seen.first;
+    row->end_key = seen.end;
+    row->head = kv_head * args.group + r - position * args.group;
+    if (args.score.mask.data != nullptr && position < args.score.mask.rows) {
+      row->mask = mask_row(args.score.mask, batch, row->head, position);
+    }
+    row->out = args.queries.offset(batch, args.out_batch_stride, args.out_seq_stride) +
+               position * args.out_seq_stride + row->head * args.out_head_stride;
+    row->lse = (args.queries.token(batch) + position) * (args.kv_heads * args.group) + row->head;
+  }
+};
+
+template <typename T, int kQkDim, int kVDim, typename KvSource>
+__global__ __launch_bounds__(
+    DecodeBlock<T, kQkDim, kVDim, KvSource>::kThreads,
+    kDecodeBlocksPerSm) void decode_mma_kernel(const __grid_constant__ DecodeArgs<KvSource> args) {
+  using Block = DecodeBlock<T, kQkDim, kVDim, KvSource>;
+  using Merge = DecodeMerge<Block::kWarps, kVDim>;
+  constexpr int kSliceKeys = Block::kSliceKeys;
+  constexpr int kSlots = Block::kSlots;
+  constexpr bool kPaged = KvSource::kPaged;
+  static_assert(Merge::kSmemBytes <= Block::kSmemBytes &&
+                    kMostWorkers * kMmaRows * int{sizeof(float)} <= Block::kSmemBytes,
                 "rings take the merge");
 
-  extern __shared__ __align__(128) uint8_t smem[];
-  __shared__ float max_sum[Warp::kWarps][kMmaRows][2];
+  uint8_t* const smem = dynamic_smem;
+  // Used one after the other, with a barrier between.
+  union Tables {
+    WorkIndex<Block::kThreads> index;                                   // to find the first piece
+    uint4 q_rest[Block::kRestBlocks > 0 ? Block::kRestBlocks : 1][32];  // the same for all warps
+    typename Merge::State state;
+  };
+  __shared__ Tables tables;
+  __shared__ DecodeRow rows[kMmaRows];
+  __shared__ DecodeWork<KvSource, Block::kThreads> work;
+  __shared__ bool has_work;
+  __shared__ int rank;  // of the block in its cluster; not in a register, which the loop needs
+  __shared__ KeyRange in_all_windows;                  // keys that every row's window has
+  __shared__ uint32_t present[Block::kWarps][kSlots];  // bit per key of the slices in flight
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
+  const int cluster = args.cluster_blocks;
 
-  // Blocks in order: batch, kv head, split, pass. Passes read the same keys, so they run side by
-  // side.
-  int index = blockIdx.x;
-  const int pass = index % args.passes;
-  index /= args.passes;
-  const int split = index % args.splits;
-  index /= args.splits;
-  const int kv_head = index % args.kv_heads;
-  const int batch = index / args.kv_heads;
-
-  const int group = args.q_heads / args.kv_heads;
-  const int heads = min(group - pass * kMmaRows, kMmaRows);
-  const int first_head = kv_head * group + pass * kMmaRows;
-  const int kv_len = args.kv.length(batch);
-  const auto kv_rows = args.kv.rows(batch, kv_head);
-
-  // Of the split's slices the warp takes `warp`, warp + kWarps, ...
-  const int64_t first = static_cast<int64_t>(split) * args.split_keys;
-  const int begin = static_cast<int>(min(first, static_cast<int64_t>(kv_len)));
-  const int end = static_cast<int>(min(first + args.split_keys, static_cast<int64_t>(kv_len)));
-  const int first_key = begin + warp * kSliceKeys;
-  const int turns = max(0, (end - first_key + kTileKeys - 1) / kTileKeys);
-
-  const uint32_t k_ring = shared_address(smem) + warp * 2 * kSlots * Warp::kSliceBytes;
-  const uint32_t v_ring = k_ring + kSlots * Warp::kSliceBytes;
+  const uint32_t k_ring =
+      shared_address(smem) + warp * kSlots * (Block::kKSliceBytes + Block::kVSliceBytes);
+  const uint32_t v_ring = k_ring + kSlots * Block::kKSliceBytes;
+  const typename Block::KFragments k_fragments(lane);
+  const typename Block::VFragments v_fragments(lane);
   const uint64_t policy = evict_first_policy();
-  const auto copy_k = [&](int slot, int turn) {
-    if (turn < turns) {
-      const int key = first_key + turn * kTileKeys;
-      Warp::copy_slice(
-          k_ring + slot * Warp::kSliceBytes, end - key,
-          kv_rows.walk_k(key + lane / Warp::kChunks, Warp::kRowsPerPass, lane % Warp::kChunks * 8),
-          policy);
+  const ScoreRule rule(args.score);
+  // Keys that the worker takes in one turn of all its warps.
+  const int turn_keys = cluster * Block::kTurnKeys;
+
+  if (threadIdx.x == 0) rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  DecodeWork<KvSource, Block::kThreads>::begin(&work, args, &tables.index,
+                                               static_cast<int>(blockIdx.x) / cluster);
+  while (true) {
+    // Also the barrier after which the rings and the table of rows may be filled again.
+    __syncthreads();
+    if (threadIdx.x == 0) has_work = work.next(args);
+    __syncthreads();
+    if (!has_work) break;
+    const Piece& piece = work.piece;
+    const DecodeRequest& request = work.request;
+    // Read again where it is needed: the loop over the keys has no register for it.
+    const auto pair_rows = [&] { return work.request.q_len * args.group; };
+    const auto kv_rows = args.kv.rows(piece.batch, piece.kv_head);
+    const int begin = work.first_key();
+    const int end = work.end_key();
+
+    if constexpr (kPaged) {
+      if (args.append.k.data != nullptr) {
+        append_tokens<T, 8, KvSource>(
+            args.append, args.queries, kv_rows, piece.batch, piece.kv_head, request.q_len,
+            request.kv_len, args.head_dim, args.v_head_dim, begin, end,
+            [&](int key) { return (key - begin) / Block::kTurnKeys % cluster == rank; });
+        // What the block has stored its own copies read: both go through the L2 cache.
+        __syncthreads();
+      }
     }
-    cp_async_commit();
-  };
-  const auto copy_v = [&](int slot, int turn) {
-    if (turn < turns) {
-      const int key = first_key + turn * kTileKeys;
-      Warp::copy_slice(
-          v_ring + slot * Warp::kSliceBytes, end - key,
-          kv_rows.walk_v(key + lane / Warp::kChunks, Warp::kRowsPerPass, lane % Warp::kChunks * 8),
-          policy);
-    }
-    cp_async_commit();
-  };
+
+    // ---- Stream: of the piece's slices the warp takes every (cluster * warps)-th. A slice is
+    // known by the number of keys from its first one to the end of the piece; 0 or less: there is
+    // none ----
+    int left = end - begin - (rank * Block::kWarps + warp) * kSliceKeys;
+    const bool k_column = Block::KCopy::column() < args.head_dim;
+    const bool v_column = Block::VCopy::column() < args.v_head_dim;
+    // Table entries of a slice, one a lane; -1 where there is no key.
+    const auto load_pages = [&](int keys_left) {
+      if constexpr (kPaged) {
+        return lane < min(keys_left, kSliceKeys) ? kv_rows.page(end - keys_left + lane) : -1;
+      } else {
+        return 0;
+      }
+    };
+    const auto copy_k = [&](int slot, int keys_left, int pages) {
+      if (keys_left > 0) {
+        Block::KCopy::template start<kPaged>(
+            k_ring + slot * Block::kKSliceBytes, k_column ? keys_left : 0, pages,
+            kv_rows.walk_k(end - keys_left + Block::KCopy::row(), Block::KCopy::kRowsPerPass,
+                           Block::KCopy::column()),
+            policy);
+        if constexpr (kPaged) {
+          const uint32_t bits = __ballot_sync(0xffffffffu, pages >= 0);
+          if (lane == 0) present[warp][slot] = bits;
+        }
+      }
+      cp_async_commit();
+    };
+    const auto copy_v = [&](int slot, int keys_left, int pages) {
+      if (keys_left > 0) {
+        Block::VCopy::template start<kPaged>(
+            v_ring + slot * Block::kVSliceBytes, v_column ? keys_left : 0, pages,
+            kv_rows.walk_v(end - keys_left + Block::VCopy::row(), Block::VCopy::kRowsPerPass,
+                           Block::VCopy::column()),
+            policy);
+      }
+      cp_async_commit();
+    };
+    int next_pages;
+    {
+      int pages[kSlots];
 #pragma unroll
-  for (int slot = 0; slot < kSlots; ++slot) {
-    copy_k(slot, slot);
-    copy_v(slot, slot);
+      for (int slot = 0; slot < kSlots; ++slot) pages[slot] = load_pages(left - slot * turn_keys);
+      next_pages = load_pages(left - kSlots * turn_keys);
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        copy_k(slot, left - slot * turn_keys, pages[slot]);
+        copy_v(slot, left - slot * turn_keys, pages[slot]);
+      }
+    }
+
+    if (threadIdx.x < kMmaRows) {
+      Block::describe_row(&rows[threadIdx.x], args, piece.batch, piece.kv_head, request);
+    }
+    uint32_t q[Block::kQkBlocks][4];
+    Block::load_q(q, args,
+                  static_cast<const T*>(args.q.data) +
+                      args.queries.offset(piece.batch, args.q.batch_stride, args.q.seq_stride) +
+                      piece.kv_head * args.group * args.q.head_stride,
+                  pair_rows());
+    if constexpr (Block::kRestBlocks > 0) {
+      if (warp == 0) {
+#pragma unroll
+        for (int db = Block::kHeldBlocks; db < Block::kQkBlocks; ++db) {
+          tables.q_rest[db - Block::kHeldBlocks][lane] =
+              make_uint4(q[db][0], q[db][1], q[db][2], q[db][3]);
+        }
+      }
+    }
+    if (threadIdx.x == 0) {
+      // The window's left edge and its right one move with the position.
+      const int last = request.q_len - 1;
+      const int diagonal = request.kv_len - request.q_len;
+      in_all_windows.first = keys_in_window(args.score, last, last, diagonal, request.kv_len).first;
+      in_all_windows.end = keys_in_window(args.score, 0, 0, diagonal, request.kv_len).end;
+    }
+    __syncthreads();  // the tables are filled
+    const bool masked = args.score.mask.data != nullptr;
+
+    SoftmaxRows<1> softmax;
+    float o[1][2 * Block::kVBlocks][4] = {};
+    int slot = 0;
+    for (; left > 0; left -= turn_keys) {
+      // Of the 2 * kSlots groups in flight (K and V in turn) the oldest has landed.
+      cp_async_wait<2 * kSlots - 1>();
+      __syncwarp();
+      const uint32_t k_slot = k_ring + slot * Block::kKSliceBytes;
+      float s[1][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kQkDim / Block::KFragments::kDims; ++step) {
+        uint32_t b[Block::KFragments::kBlocks][4];
+        k_fragments.load_k(b, k_slot, 0, step);
+#pragma unroll
+        for (int i = 0; i < Block::KFragments::kBlocks; ++i) {
+          const int db = step * Block::KFragments::kBlocks + i;
+          uint32_t rest[4];
+          if (db >= Block::kHeldBlocks) {
+            const uint4 a = tables.q_rest[db - Block::kHeldBlocks][lane];
+            rest[0] = a.x, rest[1] = a.y, rest[2] = a.z, rest[3] = a.w;
+          }
+          const uint32_t (&a)[4] = db < Block::kHeldBlocks ? q[db] : rest;
+          mma_m16n8k16<T>(s[0][0], a, b[i][0], b[i][1]);
+          mma_m16n8k16<T>(s[0][1], a, b[i][2], b[i][3]);
+        }
+      }
+      const uint32_t bits = kPaged ? present[warp][slot] : 0xffffu;
+      const int pages = next_pages;
+      __syncwarp();
+      copy_k(slot, left - kSlots * turn_keys, pages);
+      next_pages = load_pages(left - (kSlots + 1) * turn_keys);
+
+      rule.apply_softcap(s);
+      const int key = end - left;
+      if (key < in_all_windows.first || key + kSliceKeys > in_all_windows.end || masked ||
+          bits != 0xffffu) {
+        Block::apply_limits(s[0], rows, key, bits, args.score.mask);
+      }
+      float factor[1][2];
+      const bool changed = softmax.update(s, rule.scale, factor);
+      rescale(o, factor, changed);
+      const uint32_t p[4] = {pack2<T>(s[0][0][0], s[0][0][1]), pack2<T>(s[0][0][2], s[0][0][3]),
+                             pack2<T>(s[0][1][0], s[0][1][1]), pack2<T>(s[0][1][2], s[0][1][3])};
+
+      cp_async_wait<2 * kSlots - 1>();
+      __syncwarp();
+      const uint32_t v_slot = v_ring + slot * Block::kVSliceBytes;
+#pragma unroll
+      for (int step = 0; step < kVDim / Block::VFragments::kDims; ++step) {
+        uint32_t b[Block::VFragments::kBlocks][4];
+        v_fragments.load_v(b, v_slot, 0, step);
+#pragma unroll
+        for (int i = 0; i < Block::VFragments::kBlocks; ++i) {
+          const int db = step * Block::VFragments::kBlocks + i;
+          mma_m16n8k16<T>(o[0][2 * db], p, b[i][0], b[i][1]);
+          mma_m16n8k16<T>(o[0][2 * db + 1], p, b[i][2], b[i][3]);
+        }
+      }
+      __syncwarp();
+      copy_v(slot, left - kSlots * turn_keys, pages);
+      slot = slot + 1 == kSlots ? 0 : slot + 1;
+    }
+    softmax.finish();
+
+    // ---- The rings become the merge area: the groups still in flight are empty ----
+    __syncthreads();
+    Merge::template put_warp<typename Block::VFragments>(smem, tables.state, o[0], softmax);
+    __syncthreads();
+    const auto store_final = [&](int row, int column, float max, float sum, float4 value) {
+      if (column >= args.v_head_dim) return;
+      const DecodeRow& at = rows[row];
+      const RowEnd result =
+          end_of_row(max, sum, rule.scale, value_scale(args.score), sink_of(args.score, at.head));
+      // A row without keys is 0 even if V holds NaN.
+      const bool none = result.factor == 0.0f;
+      const float f = result.factor;
+      *reinterpret_cast<uint2*>(static_cast<T*>(args.out) + at.out + column) =
+          make_uint2(pack2<T>(none ? 0.0f : value.x * f, none ? 0.0f : value.y * f),
+                     pack2<T>(none ? 0.0f : value.z * f, none ? 0.0f : value.w * f));
+      if (args.lse != nullptr && column == 0) args.lse[at.lse] = result.lse;
+    };
+    const auto store = [&](int row, int column, float max, float sum, float4 value) {
+      if (piece.group_size == 1) {
+        store_final(row, column, max, sum, value);
+      } else {
+        Merge::put_partial(args.workspace, piece.own_slot, row, column, max, sum, value);
+      }
+    };
+    if (cluster == 1) {
+      Merge::merge_warps(smem, tables.state, pair_rows(), rule.scale, store);
+    } else {
+      Merge::merge_cluster(smem, tables.state, pair_rows(), rule.scale, rank, cluster, store);
+    }
+    if (piece.group_size > 1 && rank == 0) {
+      const auto slot_of = [&piece](int i) { return piece.slot(i); };
+      if (publish_and_check(args.workspace.flags, piece.own_slot, piece.group_size, slot_of)) {
+        Merge::merge_partials(smem, tables.state, args.workspace, piece, pair_rows(), rule.scale,
+                              store_final);
+        clear_flags(args.workspace.flags, piece.group_size, slot_of);
+      }
+    }
   }
-
-  uint32_t q[Warp::kDimBlocks][4];
-  Warp::load_q(
-      q,
-      static_cast<const T*>(args.q) + batch * args.q_batch_stride + first_head * args.q_head_stride,
-      args.q_head_stride, heads, args.negate_q);
-
-  const LdmatrixWalk<Warp::kRowBytes> k_walk(ldmatrix_cols_first(lane));
-  const LdmatrixWalk<Warp::kRowBytes> v_walk(ldmatrix_rows_first(lane));
-  SoftmaxRows<1> softmax;
-  float o[1][2 * Warp::kDimBlocks][4] = {};
-  int slot = 0;
-  for (int turn = 0; turn < turns; ++turn) {
-    // Of the 2 * kSlots groups in flight (K and V in turn) the oldest has landed.
-    cp_async_wait<2 * kSlots - 1>();
-    __syncwarp();
-    float s[1][2][4] = {};
-#pragma unroll
-    for (int db = 0; db < Warp::kDimBlocks; ++db) {
-      uint32_t b[4];
-      ldmatrix_x4(b, k_ring + slot * Warp::kSliceBytes + k_walk.at(0, db));
-      mma_m16n8k16<T>(s[0][0], q[db], b[0], b[1]);
-      mma_m16n8k16<T>(s[0][1], q[db], b[2], b[3]);
-    }
-    __syncwarp();
-    copy_k(slot, turn + kSlots);
-
-    Warp::apply_mask(s[0], first_key + turn * kTileKeys, end, args.mask, batch, first_head, heads);
-    float factor[1][2];
-    const bool changed = softmax.update(s, args.log2_scale, factor);
-    rescale(o, factor, changed);
-    const uint32_t p[4] = {pack2<T>(s[0][0][0], s[0][0][1]), pack2<T>(s[0][0][2], s[0][0][3]),
-                           pack2<T>(s[0][1][0], s[0][1][1]), pack2<T>(s[0][1][2], s[0][1][3])};
-
-    cp_async_wait<2 * kSlots - 1>();
-    __syncwarp();
-#pragma unroll
-    for (int db = 0; db < Warp::kDimBlocks; ++db) {
-      uint32_t b[4];
-      ldmatrix_x4_trans(b, v_ring + slot * Warp::kSliceBytes + v_walk.at(0, db));
-      mma_m16n8k16<T>(o[0][2 * db], p, b[0], b[1]);
-      mma_m16n8k16<T>(o[0][2 * db + 1], p, b[2], b[3]);
-    }
-    __syncwarp();
-    copy_v(slot, turn + kSlots);
-    slot = slot + 1 == kSlots ? 0 : slot + 1;
-  }
-  softmax.finish();
-
-  // ---- The rings become the merge area ----
-  cp_async_wait<0>();
-  __syncthreads();
-  float* merge = reinterpret_cast<float*>(smem);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const MatrixCoord at = mma_c_coord(lane, 2 * half);
-    if (at.row >= heads) continue;
-    float* row = merge + (warp * kMmaRows + at.row) * kMergeStride + at.col;
-#pragma unroll
-    for (int nt = 0; nt < 2 * Warp::kDimBlocks; ++nt) {
-      *reinterpret_cast<float2*>(row + nt * 8) =
-          make_float2(o[0][nt][2 * half], o[0][nt][2 * half + 1]);
-    }
-    if (lane % 4 == 0) {
-      max_sum[warp][at.row][0] = softmax.max[0][half];
-      max_sum[warp][at.row][1] = softmax.sum[0][half];
-    }
-  }
-  __syncthreads();
-  decode_store<T, kHeadDim>(args, merge, max_sum, batch, first_head, heads, split);
 }
 
 }  // namespace astrai::attention

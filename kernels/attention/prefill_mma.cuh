@@ -21,6 +21,7 @@
 #include "kernels/common/cp_async.cuh"
 #include "kernels/common/ldmatrix.cuh"
 #include "kernels/common/mma.cuh"
+#include "kernels/common/smem.cuh"
 #include "kernels/common/vec.cuh"
 
 namespace astrai::attention {
@@ -215,7 +216,7 @@ __global__ __launch_bounds__(
   constexpr int kChunks = Block::kChunks;
   constexpr int kRingBytes = Block::kSlots * Block::kSlotBytes;
 
-  extern __shared__ __align__(128) uint8_t smem[];
+  uint8_t* const smem = dynamic_smem;
   const uint32_t q_smem = shared_address(smem);
   const uint32_t ring = q_smem + Block::kQBytes;
   const int lane = threadIdx.x % 32;

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/common/ptx.cuh"
 #include "kernels/common/reduce.cuh"
 
 namespace astrai::attention {
@@ -21,18 +22,12 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // them: there, differences come first.
 inline constexpr float kLargestSharedBase = 16777216.0f;  // 2^24
 
-// The run-time scale as the kernels use it: score = sign(scale) * dot * |scale|. The sign goes into
-// q (flipping it is exact), so that c > 0 and the largest dot product is the largest score. Scale 0
-// becomes the smallest normal number, under which every finite dot product below 2^100 still gives
-// weight 1; one above FLT_MAX / log2(e) becomes FLT_MAX.
-struct ScoreScale {
-  float log2_scale;
-  bool negate_q;
-
-  explicit ScoreScale(float scale)
-      : log2_scale(std::fmin(std::fmax(std::fabs(scale) * kLog2E, FLT_MIN), FLT_MAX)),
-        negate_q(scale < 0.0f) {}
-};
+// A scale as the kernels use it, c > 0 and normal: scale 0 becomes the smallest normal number, under
+// which every finite dot product below 2^100 still gives weight 1; one above FLT_MAX becomes
+// FLT_MAX. NaN passes.
+__host__ __device__ inline float normal_scale(float c) {
+  return c < FLT_MIN ? FLT_MIN : c > FLT_MAX ? FLT_MAX : c;
+}
 
 #ifdef __CUDACC__
 
@@ -40,9 +35,7 @@ __device__ __forceinline__ float neg_inf() { return __uint_as_float(0xff800000u)
 
 // 2^x to about 2 ulp; -inf gives 0, denormal results are flushed to 0.
 __device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+  return ptx::ex2_approx_ftz(x);
 }
 
 // exp2(c * (score - max)), 0 for a score of -inf.

@@ -24,6 +24,7 @@ struct LaunchConfig {
   dim3 block;
   size_t smem_bytes = 0;  // dynamic shared memory per block
   cudaStream_t stream = nullptr;
+  int cluster_blocks = 1;  // neighbouring blocks in x that form a cluster (sm_90); divides grid.x
 };
 
 namespace launch_detail {
@@ -59,6 +60,25 @@ cudaError_t allow_shared_memory(size_t bytes) {
   return error;
 }
 
+// The configuration in the runtime's terms. Points to `attribute`, which must outlive it.
+inline cudaLaunchConfig_t native_config(const LaunchConfig& config,
+                                        cudaLaunchAttribute* attribute) {
+  cudaLaunchConfig_t native = {};
+  native.gridDim = config.grid;
+  native.blockDim = config.block;
+  native.dynamicSmemBytes = config.smem_bytes;
+  native.stream = config.stream;
+  if (config.cluster_blocks > 1) {
+    attribute->id = cudaLaunchAttributeClusterDimension;
+    attribute->val.clusterDim.x = static_cast<unsigned>(config.cluster_blocks);
+    attribute->val.clusterDim.y = 1;
+    attribute->val.clusterDim.z = 1;
+    native.attrs = attribute;
+    native.numAttrs = 1;
+  }
+  return native;
+}
+
 }  // namespace launch_detail
 
 // Launches kKernel with `args` on the current device. Returns the launch error, if any.
@@ -66,12 +86,44 @@ template <auto kKernel, typename... Args>
 cudaError_t launch(const LaunchConfig& config, Args&&... args) {
   const cudaError_t error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t native = {};
-  native.gridDim = config.grid;
-  native.blockDim = config.block;
-  native.dynamicSmemBytes = config.smem_bytes;
-  native.stream = config.stream;
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t native = launch_detail::native_config(config, &attribute);
   return cudaLaunchKernelEx(&native, kKernel, static_cast<Args&&>(args)...);
+}
+
+// Clusters of config.cluster_blocks blocks of kKernel that the current device holds at a time; 0 if
+// it has no clusters, or runs code of the kernel that was compiled for a level below sm_90. Asked
+// from the driver once per device and cluster size: the rest of `config` is taken to be the same in
+// every call.
+template <auto kKernel>
+cudaError_t resident_clusters(const LaunchConfig& config, int* clusters) {
+  constexpr int kSizes = 16;
+  // Answers plus 1; 0 = not asked yet.
+  static std::atomic<int> cache[launch_detail::kCachedDevices][kSizes];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const bool cached = device < launch_detail::kCachedDevices && config.cluster_blocks < kSizes;
+  if (cached) {
+    *clusters = cache[device][config.cluster_blocks].load(std::memory_order_relaxed) - 1;
+    if (*clusters >= 0) return cudaSuccess;
+  }
+  *clusters = 0;
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, kKernel);
+  if (error != cudaSuccess) return error;
+  if (attributes.ptxVersion >= 90) {
+    error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t native = launch_detail::native_config(config, &attribute);
+    error = cudaOccupancyMaxActiveClusters(clusters, kKernel, &native);
+    if (error != cudaSuccess) return error;
+  }
+  if (cached) {
+    cache[device][config.cluster_blocks].store(*clusters + 1, std::memory_order_relaxed);
+  }
+  return cudaSuccess;
 }
 
 // Number of SMs of the current device, asked from the driver once per device.

@@ -1,21 +1,32 @@
-// Shared-memory tiles of 16-bit floats that ldmatrix reads without bank conflicts, and ldmatrix
-// itself.
+// Shared-memory tiles that ldmatrix reads without bank conflicts, and ldmatrix itself.
 //
-// A tile is row-major with rows of 128 bytes or a multiple. Each row is cut in 16-byte chunks, and
-// chunk c of row r is stored at position c ^ (r % 8): the 8 rows of an 8x8 matrix then lie in 8
-// different groups of 4 banks, and so do the 16-byte cp.async writes of one row.
+// A tile is row-major, each row cut in 16-byte chunks. An 8x8 matrix of ldmatrix is one chunk of 8
+// neighbouring rows, which must lie in 8 different groups of 4 banks:
+//   rows of 128 bytes or a multiple: chunk c of row r is stored at position c ^ (r % 8), which also
+//     spreads the 16-byte cp.async writes of one row;
+//   other rows: they are padded to an odd number of chunks.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/smem.cuh"
+
 namespace astrai {
 
-// Byte offset of chunk `chunk` of row `row` in a swizzled tile.
 template <int kRowBytes>
-__host__ __device__ constexpr uint32_t swizzled_offset(int row, int chunk) {
-  static_assert(kRowBytes % 128 == 0, "a row holds whole groups of 8 chunks");
-  return static_cast<uint32_t>(row) * kRowBytes + (static_cast<uint32_t>(chunk ^ (row & 7)) << 4);
-}
+struct TileRows {
+  static_assert(kRowBytes % 16 == 0, "a row is whole chunks");
+  static constexpr bool kSwizzled = kRowBytes % 128 == 0;
+  // Bytes from row to row.
+  static constexpr int kStride = kSwizzled ? kRowBytes : (kRowBytes / 16 | 1) * 16;
+
+  // Byte offset of a chunk.
+  static __host__ __device__ constexpr uint32_t offset(int row, int chunk) {
+    const int position = kSwizzled ? chunk ^ (row & 7) : chunk;
+    return static_cast<uint32_t>(row) * kStride + (static_cast<uint32_t>(position) << 4);
+  }
+};
 
 // Rows and chunks that one lane addresses in an ldmatrix.x4 (lanes 8 i .. 8 i + 7 give the rows of
 // matrix i), relative to the corner of a 16 x 16 block, so that the four registers come out in the
@@ -38,44 +49,41 @@ __host__ __device__ constexpr LdmatrixLane ldmatrix_cols_first(int lane) {
   return {lane % 8 + (lane >> 4) * 8, (lane >> 3) & 1};
 }
 
-// Walks 16 x 16 blocks of a swizzled tile for one lane. Block rows start at multiples of 8 rows, so
-// the swizzle depends on the lane alone and a step down is a constant; a step right is one XOR.
+// Walks the blocks of 16 rows and 32 bytes (two chunks) of a tile for one lane. Blocks start at
+// multiples of 8 rows, so a swizzle depends on the lane alone: a step down is a constant, a step
+// right one XOR, or a constant where rows are padded.
 template <int kRowBytes>
 struct LdmatrixWalk {
+  using Rows = TileRows<kRowBytes>;
+
   uint32_t row_offset;  // bytes to the lane's row
-  uint32_t swizzle;     // (lane's chunk ^ lane's row % 8) * 16
+  uint32_t position;    // of the lane's chunk in block 0, in bytes
 
   __host__ __device__ explicit constexpr LdmatrixWalk(LdmatrixLane lane)
-      : row_offset(static_cast<uint32_t>(lane.row) * kRowBytes),
-        swizzle(static_cast<uint32_t>(lane.chunk ^ (lane.row & 7)) << 4) {}
+      : row_offset(static_cast<uint32_t>(lane.row) * Rows::kStride),
+        position(Rows::offset(lane.row, lane.chunk) - row_offset) {}
 
-  // Offset of the lane's 16 bytes in the block at (row, 16 * col_block); row is a multiple of 8.
+  // Offset of the lane's 16 bytes in block `col_block` of the rows from `row` on, a multiple of 8.
   __host__ __device__ constexpr uint32_t at(int row, int col_block) const {
-    return row_offset + static_cast<uint32_t>(row) * kRowBytes +
-           (swizzle ^ (static_cast<uint32_t>(col_block & 3) << 5)) +
-           (static_cast<uint32_t>(col_block >> 2) << 7);
+    const uint32_t start = row_offset + static_cast<uint32_t>(row) * Rows::kStride;
+    if constexpr (Rows::kSwizzled) {
+      return start + (position ^ (static_cast<uint32_t>(col_block & 3) << 5)) +
+             (static_cast<uint32_t>(col_block >> 2) << 7);
+    } else {
+      return start + position + (static_cast<uint32_t>(col_block) << 5);
+    }
   }
 };
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 // Four 8x8 matrices from shared memory; see the lane maps above for `address`.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
+  ptx::ldmatrix_x4(r, address);
 }
 
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
+  ptx::ldmatrix_x4_trans(r, address);
 }
 
 #endif  // __CUDACC__

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/common/ptx.cuh"
+
 namespace astrai {
 
 // kWidth elements of T (2 bytes each), held as raw bits so that a copy keeps every NaN payload.
@@ -22,43 +24,18 @@ struct Vec<T, 1> {
   uint16_t bits[1];
 };
 
-// The asm statements are volatile and name memory, so they keep their order: a kernel that works in
-// place relies on its loads standing before its stores.
+// Loads and stores keep their order: a kernel that works in place relies on its loads standing
+// before its stores.
 template <typename T, int kWidth>
 __device__ __forceinline__ Vec<T, kWidth> load_vec(const T* address) {
   Vec<T, kWidth> v;
-  if constexpr (kWidth == 8) {
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.bits[0]), "=r"(v.bits[1]), "=r"(v.bits[2]), "=r"(v.bits[3])
-                 : "l"(address)
-                 : "memory");
-  } else if constexpr (kWidth == 4) {
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(v.bits[0]), "=r"(v.bits[1])
-                 : "l"(address)
-                 : "memory");
-  } else if constexpr (kWidth == 2) {
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v.bits[0]) : "l"(address) : "memory");
-  } else {
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(v.bits[0]) : "l"(address) : "memory");
-  }
+  ptx::ld_global(v.bits, address);
   return v;
 }
 
 template <typename T, int kWidth>
 __device__ __forceinline__ void store_vec(T* address, const Vec<T, kWidth>& v) {
-  if constexpr (kWidth == 8) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.bits[0]),
-                 "r"(v.bits[1]), "r"(v.bits[2]), "r"(v.bits[3])
-                 : "memory");
-  } else if constexpr (kWidth == 4) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.bits[0]), "r"(v.bits[1])
-                 : "memory");
-  } else if constexpr (kWidth == 2) {
-    asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(v.bits[0]) : "memory");
-  } else {
-    asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(v.bits[0]) : "memory");
-  }
+  ptx::st_global(address, v.bits);
 }
 
 // Two elements of T in one register <-> fp32. The element at the lower address comes first.
@@ -84,16 +61,12 @@ __device__ __forceinline__ uint32_t pack2(float low, float high);
 
 template <>
 __device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
-  uint32_t bits;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
+  return ptx::cvt_bf16x2(high, low);
 }
 
 template <>
 __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
-  uint32_t bits;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-  return bits;
+  return ptx::cvt_f16x2(high, low);
 }
 
 template <typename T, int kWidth>

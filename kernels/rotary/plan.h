@@ -122,6 +122,33 @@ inline RotaryParams collapse_batch(RotaryParams p) {
   return p;
 }
 
+// Heads per thread: many, so that angles and addresses are worked out once for all of them, unless
+// too few threads were left to fill the GPU.
+inline void spread_heads(RotaryPlan* plan, int64_t tokens, int64_t heads, int sm_count) {
+  int64_t heads_per_lane = kAccessesPerThread / (plan->split_pairs ? 2 : 1);
+  const int64_t threads_wanted = int64_t{sm_count} * kThreadsPerSm;
+  while (heads_per_lane > 1 && tokens * heads * plan->columns < threads_wanted * heads_per_lane) {
+    heads_per_lane /= 2;
+  }
+  heads_per_lane = std::max(heads_per_lane, (heads + kMaxGridYZ - 1) / kMaxGridYZ);
+  plan->lanes = static_cast<int>((heads + heads_per_lane - 1) / heads_per_lane);
+  // Rounded down again where lanes were rounded up: 9 heads in lanes of 4 are 3 lanes of 3.
+  plan->heads_per_lane = static_cast<int>((heads + plan->lanes - 1) / plan->lanes);
+}
+
+// Blocks of columns, lanes and tokens, and how many of them.
+inline void fill_blocks(RotaryPlan* plan, int64_t tokens) {
+  plan->block_x = std::min(plan->columns, kMaxThreads);
+  const int rows = kMaxThreads / plan->block_x;  // (lane, token) pairs per block
+
+  // Lanes are spread evenly over blocks: 9 lanes in blocks of at most 8 are 5 and 4.
+  plan->grid_y = (plan->lanes + rows - 1) / rows;
+  plan->block_y = (plan->lanes + plan->grid_y - 1) / plan->grid_y;
+  plan->block_z =
+      static_cast<int>(std::min<int64_t>(std::min(rows / plan->block_y, kMaxBlockZ), tokens));
+  plan->grid_x = (tokens + plan->block_z - 1) / plan->block_z;
+}
+
 }  // namespace plan_detail
 
 // True if there is nothing to rotate.
@@ -177,17 +204,7 @@ inline RotaryPlan make_plan(const RotaryParams& p, int sm_count) {
   };
   set_columns();
 
-  // Heads per thread: many, so that angles and addresses are worked out once for all of them,
-  // unless too few threads were left to fill the GPU.
-  int64_t heads_per_lane = kAccessesPerThread / (plan.split_pairs ? 2 : 1);
-  const int64_t threads_wanted = int64_t{sm_count} * kThreadsPerSm;
-  while (heads_per_lane > 1 && tokens * heads * plan.columns < threads_wanted * heads_per_lane) {
-    heads_per_lane /= 2;
-  }
-  heads_per_lane = std::max(heads_per_lane, (heads + kMaxGridYZ - 1) / kMaxGridYZ);
-  plan.lanes = static_cast<int>((heads + heads_per_lane - 1) / heads_per_lane);
-  // Rounded down again where lanes were rounded up: 9 heads in lanes of 4 are 3 lanes of 3.
-  plan.heads_per_lane = static_cast<int>((heads + plan.lanes - 1) / plan.lanes);
+  spread_heads(&plan, tokens, heads, sm_count);
 
   plan.single =
       plan.heads_per_lane == 1 && plan.width == 8 && plan.wide_angles && tail == 0 && p.batch == 1;
@@ -196,15 +213,7 @@ inline RotaryPlan make_plan(const RotaryParams& p, int sm_count) {
     set_columns();
   }
   plan.single = plan.single && plan.columns <= kMaxThreads;
-  plan.block_x = std::min(plan.columns, kMaxThreads);
-  const int rows = kMaxThreads / plan.block_x;  // (lane, token) pairs per block
-
-  // Lanes are spread evenly over blocks: 9 lanes in blocks of at most 8 are 5 and 4.
-  plan.grid_y = (plan.lanes + rows - 1) / rows;
-  plan.block_y = (plan.lanes + plan.grid_y - 1) / plan.grid_y;
-  plan.block_z =
-      static_cast<int>(std::min<int64_t>(std::min(rows / plan.block_y, kMaxBlockZ), p.tokens));
-  plan.grid_x = (p.tokens + plan.block_z - 1) / plan.block_z;
+  fill_blocks(&plan, p.tokens);
   plan.grid_z = std::min(p.batch, kMaxGridYZ);
   return plan;
 }

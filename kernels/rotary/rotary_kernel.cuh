@@ -43,22 +43,28 @@ struct Position {
   int low, high;
 };
 
-__device__ __forceinline__ Position load_position(const RotaryParams& p, int64_t token) {
-  const int* words = static_cast<const int*>(p.positions);
-  if (p.positions_are_int64) {
+__device__ __forceinline__ Position load_position(const void* positions, bool are_int64,
+                                                  int64_t token) {
+  const int* words = static_cast<const int*>(positions);
+  if (are_int64) {
     const int2 both = __ldg(reinterpret_cast<const int2*>(words) + token);
     return {both.x, both.y};
   }
   return {__ldg(words + token), 0};
 }
 
-// Angles of pairs first_pair .. first_pair + kPairs - 1 of the table's row for a position.
-template <int kPairs>
-__device__ __forceinline__ Angles<kPairs> load_table_angles(const RotaryParams& p, bool wide,
+__device__ __forceinline__ int64_t wide_position(Position position, bool are_int64) {
+  const int high = are_int64 ? position.high : position.low >> 31;
+  return int64_t{high} << 32 | static_cast<uint32_t>(position.low);
+}
+
+// Angles of pairs first_pair .. first_pair + kPairs - 1 of the table's row for a position. Params:
+// RotaryParams or RopeAppendParams.
+template <int kPairs, typename Params>
+__device__ __forceinline__ Angles<kPairs> load_table_angles(const Params& p, bool wide,
                                                             Position position, int first_pair) {
   Angles<kPairs> angles;
-  const int high = p.positions_are_int64 ? position.high : position.low >> 31;
-  const int64_t row = int64_t{high} << 32 | static_cast<uint32_t>(position.low);
+  const int64_t row = wide_position(position, p.positions_are_int64);
   if (static_cast<uint64_t>(row) < static_cast<uint64_t>(p.max_pos)) {
     const float* cosines = p.angles + row * p.rotary_dim + first_pair;
     load_floats(cosines, wide, angles.cos);
@@ -100,6 +106,14 @@ struct Column {
 
   __device__ __forceinline__ void rotate(const Angles<kPairs>& angles) {
     float x[kAccesses][kWidth];
+    rotate(angles, x);
+#pragma unroll
+    for (int a = 0; a < kAccesses; ++a) part[a] = pack<T>(x[a]);
+  }
+
+  // The rotated elements before they are rounded.
+  __device__ __forceinline__ void rotate(const Angles<kPairs>& angles,
+                                         float (&x)[kAccesses][kWidth]) const {
 #pragma unroll
     for (int a = 0; a < kAccesses; ++a) unpack(part[a], x[a]);
 #pragma unroll
@@ -110,8 +124,6 @@ struct Column {
         rotate_pair(x[0][2 * i], x[0][2 * i + 1], angles.cos[i], angles.sin[i]);
       }
     }
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) part[a] = pack<T>(x[a]);
   }
 };
 
@@ -155,7 +167,8 @@ __device__ __forceinline__ void rotate_column(const RotaryParams& p, const Rotar
   using Column = Column<T, kWidth, kSplitPairs>;
   const int64_t row = batch * p.tokens + token;
   Position position = {};
-  if (p.source == AngleSource::kTable) position = load_position(p, row);
+  if (p.source == AngleSource::kTable)
+    position = load_position(p.positions, p.positions_are_int64, row);
   const ColumnPlace place = place_column(p, plan, kWidth, kSplitPairs, column);
   const int second = place.second - place.first;
   const TokenPlace<T> places(p, batch, token, place.first);
@@ -232,7 +245,7 @@ __global__ void __launch_bounds__(plan_detail::kMaxThreads)
   if (token >= p.tokens || number >= plan.lanes) return;
 
   Position position = {};
-  if (kFromTable) position = load_position(p, token);
+  if (kFromTable) position = load_position(p.positions, p.positions_are_int64, token);
   const bool is_q = number < p.q.heads;
   const RotaryOperand& x = is_q ? p.q : p.k;
   const int head = is_q ? number : number - p.q.heads;

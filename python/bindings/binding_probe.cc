@@ -4,10 +4,9 @@
 // GPU.
 #include <pybind11/pybind11.h>
 
-#include "python/bindings/attention_call.h"
 #include "python/bindings/device.h"
 #include "python/bindings/module.h"
-#include "python/bindings/rotary_call.h"
+#include "python/bindings/probe_params.h"
 #include "python/bindings/tensor.h"
 
 namespace py = pybind11;
@@ -112,70 +111,7 @@ PyObject* scalars(PyObject* const* args, Py_ssize_t count) {
       Py_BuildValue("OdL", flag ? Py_True : Py_False, number, static_cast<long long>(integer)));
 }
 
-// attention_params(function, *arguments) -> dict of the DenseParams, as {name: int or float}
-PyObject* attention_params(PyObject* const* args, Py_ssize_t count) {
-  require_count("attention_params", count, 1 + kAttentionArguments);
-  Call call(PyUnicode_AsUTF8(args[0]), Devices::kAny);
-  const attention::DenseParams p = read_attention(call, args + 1);
-  py::dict d;
-  d["dtype"] = name_of(p.dtype);
-  d["sizes"] = py::make_tuple(p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.head_dim);
-  const auto operand = [](const attention::Operand& x) {
-    return py::make_tuple(reinterpret_cast<intptr_t>(x.data), x.batch_stride, x.seq_stride,
-                          x.head_stride);
-  };
-  d["q"] = operand(p.q);
-  d["k"] = operand(p.k);
-  d["v"] = operand(p.v);
-  d["out"] = operand({p.out, p.out_batch_stride, p.out_seq_stride, p.out_head_stride});
-  d["lse"] = reinterpret_cast<intptr_t>(p.lse);
-  d["scale"] = p.scale;
-  d["causal"] = p.causal;
-  d["mask"] = py::make_tuple(reinterpret_cast<intptr_t>(p.mask.data), p.mask.batch_stride,
-                             p.mask.head_stride, p.mask.q_stride);
-  const char* reason = attention::why_not_implemented(p);
-  d["why_not"] = reason == nullptr ? "" : reason;
-  return d.release().ptr();
-}
-
-py::tuple rotary_operand(const rotary::RotaryOperand& x) {
-  return py::make_tuple(reinterpret_cast<intptr_t>(x.in), x.in_batch_stride, x.in_token_stride,
-                        x.in_head_stride, reinterpret_cast<intptr_t>(x.out), x.out_batch_stride,
-                        x.out_token_stride, x.out_head_stride, x.heads);
-}
-
-PyObject* rotary_dict(const rotary::RotaryParams& p) {
-  py::dict d;
-  d["dtype"] = name_of(p.dtype);
-  d["sizes"] = py::make_tuple(p.batch, p.tokens, p.head_dim, p.rotary_dim);
-  d["interleaved"] = p.pairing == rotary::Pairing::kInterleaved;
-  d["q"] = rotary_operand(p.q);
-  d["k"] = rotary_operand(p.k);
-  d["angles"] = reinterpret_cast<intptr_t>(p.angles);
-  d["positions"] = reinterpret_cast<intptr_t>(p.positions);
-  d["positions_are_int64"] = p.positions_are_int64;
-  d["max_pos"] = p.max_pos;
-  d["has_work"] = has_work(p);
-  return d.release().ptr();
-}
-
-// rotary_emb_params(*arguments), rotary_embed_params(*arguments) -> dict of the RotaryParams
-PyObject* rotary_emb_params(PyObject* const* args, Py_ssize_t count) {
-  require_count("rotary_emb", count, kRotaryEmbArguments);
-  Call call("rotary_emb", Devices::kAny);
-  return rotary_dict(read_rotary_emb(call, args));
-}
-
-PyObject* rotary_embed_params(PyObject* const* args, Py_ssize_t count) {
-  require_count("rotary_embed", count, kRotaryEmbedArguments);
-  Call call("rotary_embed", Devices::kAny);
-  return rotary_dict(read_rotary_embed(call, args));
-}
-
 PyMethodDef functions[] = {
-    ASTRAI_FASTCALL("attention_params", attention_params, "attention_params(function, *args)"),
-    ASTRAI_FASTCALL("rotary_emb_params", rotary_emb_params, "rotary_emb_params(*args)"),
-    ASTRAI_FASTCALL("rotary_embed_params", rotary_embed_params, "rotary_embed_params(*args)"),
     ASTRAI_FASTCALL("view", view, "view(tensor, /) -> dict"),
     ASTRAI_FASTCALL("add", add, "add(a, b, out, /) -> None"),
     ASTRAI_FASTCALL("require_cuda", require_cuda, "require_cuda(tensor, /) -> None"),
@@ -213,6 +149,9 @@ void check_capability(const std::string& function, const std::string& archs, int
 PYBIND11_MODULE(binding_probe, module) {
   module.doc() = "Shows what the bindings read; for tests.";
   astrai::bindings::define_module(module, "binding_probe", astrai::bindings::functions);
+  if (PyModule_AddFunctions(module.ptr(), astrai::bindings::probe_params_functions) != 0) {
+    throw py::error_already_set();
+  }
   module.def("add_pybind", &astrai::bindings::add_pybind, py::arg("a"), py::arg("b"),
              py::arg("out"));
   module.def("archs_cover", &astrai::bindings::archs_cover, py::arg("archs"), py::arg("major"),

@@ -1,5 +1,7 @@
 // The checks that tensor.h declares.
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "python/bindings/tensor.h"
 
@@ -53,6 +55,15 @@ void require_shape(const Call& call, const TensorView& view, std::initializer_li
   }
   raise_argument(ErrorClass::kShape, call.function(), view.name,
                  "of shape " + shape_or_any(shape) + " = " + layout, view.shape_text());
+}
+
+void require_int_sizes(const Call& call, const TensorView& view) {
+  for (int i = 0; i < view.rank; ++i) {
+    if (view.shape[i] > std::numeric_limits<int>::max()) {
+      raise_argument(ErrorClass::kShape, call.function(), view.name, "of sizes below 2^31",
+                     view.shape_text());
+    }
+  }
 }
 
 void require_contiguous(const Call& call, const TensorView& view) {
@@ -135,6 +146,32 @@ int64_t read_int(const char* function, PyObject* object, const char* name) {
                    std::string(Py_TYPE(object)->tp_name));
   }
   return value;
+}
+
+void read_step(Call& call, PyObject* object, const char* name, float* number,
+               const float** pointer) {
+  if (object == Py_None) return;
+  if (torch_api().is_plain_tensor(object)) {
+    const TensorView step = call.input(object, name);
+    require_dtype(call, step, {ScalarType::kFloat32});
+    if (step.numel() != 1) {
+      raise_argument(ErrorClass::kShape, call.function(), name, "of one element",
+                     "shape " + step.shape_text());
+    }
+    *pointer = static_cast<const float*>(step.data);
+    return;
+  }
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    raise_argument(ErrorClass::kType, call.function(), name, "a float or a torch.Tensor",
+                   Py_TYPE(object)->tp_name);
+  }
+  *number = static_cast<float>(value);
+  if (!std::isfinite(*number) || *number <= 0.0f) {
+    raise_argument(ErrorClass::kShape, call.function(), name, "finite and more than 0 in fp32",
+                   std::to_string(value));
+  }
 }
 
 }  // namespace astrai::bindings

@@ -12,6 +12,7 @@
 #include <Python.h>
 
 #include <string>
+#include <utility>
 
 namespace astrai::bindings {
 
@@ -46,6 +47,10 @@ class Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   Owned(Owned&& other) noexcept : object_(other.object_) { other.object_ = nullptr; }
+  Owned& operator=(Owned&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
   ~Owned() { Py_XDECREF(object_); }
   PyObject* get() const { return object_; }
 

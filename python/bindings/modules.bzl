@@ -3,6 +3,8 @@
 # Each is python/bindings/NAME.cc, and becomes astrai/extension/lib/NAME.<EXT_SUFFIX>.
 MODULES = [
     "attn_decode",
+    "attn_paged_decode",
+    "attn_paged_prefill",
     "attn_prefill",
     "rotary_emb",
 ]

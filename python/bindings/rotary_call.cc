@@ -87,24 +87,6 @@ void fill_sizes(RotaryParams* params, const Heads& heads) {
   params->head_dim = static_cast<int>(heads.head_dim);
 }
 
-int64_t read_rotary_dim(const Call& call, PyObject* object, const TensorView& cache,
-                        int64_t head_dim) {
-  const int64_t width = cache.shape[1];
-  const int64_t rotary_dim =
-      object == Py_None ? width : read_int(call.function(), object, "rotary_dim");
-  if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) {
-    raise_argument(ErrorClass::kShape, call.function(), "rotary_dim",
-                   "even and in 2.." + std::to_string(head_dim) + " (head_dim)",
-                   std::to_string(rotary_dim));
-  }
-  if (rotary_dim != width) {
-    raise_argument(ErrorClass::kShape, call.function(), "cos_sin_cache",
-                   "of shape [max_pos, rotary_dim = " + std::to_string(rotary_dim) + "]",
-                   cache.shape_text());
-  }
-  return rotary_dim;
-}
-
 void require_positions(const Call& call, const TensorView& positions, const Heads& q) {
   require_dtype(call, positions, {ScalarType::kInt32, ScalarType::kInt64});
   const bool flat = positions.rank == 1 && positions.shape[0] == q.batch * q.tokens;
@@ -122,6 +104,24 @@ void require_positions(const Call& call, const TensorView& positions, const Head
 }
 
 }  // namespace
+
+int64_t read_rotary_dim(const Call& call, PyObject* object, const TensorView& cache,
+                        int64_t head_dim) {
+  const int64_t width = cache.shape[1];
+  const int64_t rotary_dim =
+      object == Py_None ? width : read_int(call.function(), object, "rotary_dim");
+  if (rotary_dim < 2 || rotary_dim > head_dim || rotary_dim % 2 != 0) {
+    raise_argument(ErrorClass::kShape, call.function(), "rotary_dim",
+                   "even and in 2.." + std::to_string(head_dim) + " (head_dim)",
+                   std::to_string(rotary_dim));
+  }
+  if (rotary_dim != width) {
+    raise_argument(ErrorClass::kShape, call.function(), "cos_sin_cache",
+                   "of shape [max_pos, rotary_dim = " + std::to_string(rotary_dim) + "]",
+                   cache.shape_text());
+  }
+  return rotary_dim;
+}
 
 rotary::RotaryParams read_rotary_emb(Call& call, PyObject* const* args) {
   const Rotated x = read_operand(call, args[0], args[2], "x", "out");

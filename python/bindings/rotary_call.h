@@ -28,6 +28,10 @@ rotary::RotaryParams read_rotary_emb(Call& call, PyObject* const* args);
 constexpr Py_ssize_t kRotaryEmbedArguments = 8;
 rotary::RotaryParams read_rotary_embed(Call& call, PyObject* const* args);
 
+// `object`: None for the width of `cache` [max_pos, rotary_dim], or that number.
+int64_t read_rotary_dim(const Call& call, PyObject* object, const TensorView& cache,
+                        int64_t head_dim);
+
 // Whether there is anything to launch for.
 inline bool has_work(const rotary::RotaryParams& params) {
   return params.batch > 0 && params.tokens > 0 && params.q.heads + params.k.heads > 0;

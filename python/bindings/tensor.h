@@ -101,7 +101,7 @@ class Call {
  private:
   TensorView read(PyObject* object, const char* name);
 
-  static constexpr int kMaxOutputs = 4;
+  static constexpr int kMaxOutputs = 8;
 
   const TorchApi& torch_;
   const char* function_;
@@ -124,6 +124,8 @@ void require_rank(const Call& call, const TensorView& view, int rank, const char
 // Exact sizes; `layout` as above.
 void require_shape(const Call& call, const TensorView& view, std::initializer_list<int64_t> shape,
                    const char* layout);
+// Sizes below 2^31 in every dimension.
+void require_int_sizes(const Call& call, const TensorView& view);
 void require_contiguous(const Call& call, const TensorView& view);
 // Stride 1 in the last dimension.
 void require_dense_rows(const Call& call, const TensorView& view);
@@ -140,5 +142,10 @@ bool same_memory(const TensorView& a, const TensorView& b);
 bool read_bool(const char* function, PyObject* object, const char* name);
 double read_double(const char* function, PyObject* object, const char* name);
 int64_t read_int(const char* function, PyObject* object, const char* name);
+
+// A dequantisation step: None (both stay as they are), a finite float above 0, or an fp32 tensor of
+// one element.
+void read_step(Call& call, PyObject* object, const char* name, float* number,
+               const float** pointer);
 
 }  // namespace astrai::bindings

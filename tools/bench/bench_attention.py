@@ -1,147 +1,39 @@
-"""Dense attention against cuDNN and FlashAttention-2 through torch's SDPA.
+"""Attention, dense and paged, against cuDNN, FlashAttention-2 and -4, and FlashInfer.
 
-    python -m tools.bench.bench_attention --op decode --quick --json decode.jsonl
+    python -m tools.bench.bench_attention --only decode --quick --json decode.jsonl
 
 Prefill keeps its inputs in the L2. Decode rotates K and V, except where eight calls fit the L2
-together. The peers get contiguous [B, H, S, D] copies, the layout they like best. FlashAttention
-gets the group of q heads that share a K/V head as rows of one head (decode), or K and V repeated
-beforehand (prefill); neither is charged to it.
+together. cuDNN and FlashAttention-2 run through torch's SDPA on contiguous [B, H, S, D] copies, the
+layout they like best; FlashAttention-2 gets the group of q heads that share a K/V head as rows of
+one head (decode), or K and V repeated beforehand (prefill). FlashInfer reads our caches through the
+same pages; its plan, like our work map, is made outside of what is timed. Where it is not
+installed, cuDNN on a dense copy of the cache takes its place, as "cudnn_dense".
+
+The peers named "astrai_..." are ours under another condition.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import Any
 
 from absl import flags
 
-from tools.bench import harness
-from tools.bench.results import Row, Work
+from tools.bench import attention_rows, harness, peers
+from tools.bench.attention_paged import paged_decode_candidates, paged_prefill_candidates
+from tools.bench.attention_rows import Shape
+from tools.bench.harness import Candidate
+from tools.bench.results import Row
 
-_OP = flags.DEFINE_enum("op", "all", ["all", "prefill", "decode"], "Which tables to run.")
+_ONLY = flags.DEFINE_multi_enum(
+    "only", [], list(attention_rows.TABLES), "Runs this table alone; may be given several times."
+)
 
-PREFILL_DEFAULTS: dict[str, Any] = {
-    "batch": 1,
-    "q_heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "q_len": 0,  # 0: as kv_len
-    "kv_len": 2048,
-    "causal": True,
-}
-DECODE_DEFAULTS: dict[str, Any] = {
-    "batch": 1,
-    "q_heads": 32,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "kv_len": 2048,
-}
+# Keys and values of eight calls that fit this stay in the L2.
+_L2_BYTES = 60 << 20
 
 
-def _prefill_shape(batch, q_heads, kv_heads, head_dim, kv_len, causal) -> dict[str, Any]:
-    return {
-        "batch": batch,
-        "q_heads": q_heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "kv_len": kv_len,
-        "causal": causal,
-    }
-
-
-PREFILL_TABLE = [
-    _prefill_shape(*heads, kv_len, causal)
-    for heads, longest in (
-        ((1, 32, 8, 128), 16384),
-        ((4, 32, 8, 128), 8192),
-        ((2, 32, 32, 64), 16384),
-        ((2, 16, 4, 256), 16384),
-    )
-    for kv_len in (512, 1024, 2048, 4096, 8192, 16384)
-    if kv_len <= longest
-    for causal in (True, False)
-]
-PREFILL_QUICK = [
-    _prefill_shape(1, 32, 8, 128, 512, True),
-    _prefill_shape(1, 32, 8, 128, 4096, True),
-    _prefill_shape(1, 32, 8, 128, 4096, False),
-    _prefill_shape(2, 32, 32, 64, 4096, True),
-    _prefill_shape(2, 16, 4, 256, 4096, True),
-]
-
-
-def _decode_shape(q_heads, kv_heads, head_dim, batch, kv_len) -> dict[str, Any]:
-    return {
-        "batch": batch,
-        "q_heads": q_heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "kv_len": kv_len,
-    }
-
-
-# The longest kv_len of each batch, where the caches still fit beside the peers' copies.
-DECODE_TABLE = [
-    _decode_shape(*heads, batch, kv_len)
-    for heads, longest in (
-        ((32, 8, 128), {1: 32768, 16: 32768, 64: 32768, 128: 8192}),
-        ((32, 32, 128), {1: 32768, 16: 32768, 64: 8192, 128: 2048}),
-        ((64, 8, 128), {1: 32768, 16: 32768, 64: 32768, 128: 8192}),
-        ((16, 2, 256), {1: 32768, 16: 32768, 64: 32768, 128: 32768}),
-    )
-    for batch in (1, 16, 64, 128)
-    for kv_len in (512, 2048, 8192, 32768)
-    if kv_len <= longest[batch]
-]
-DECODE_QUICK = [
-    _decode_shape(32, 8, 128, 1, 512),
-    _decode_shape(32, 8, 128, 1, 8192),
-    _decode_shape(32, 8, 128, 16, 2048),
-    _decode_shape(32, 8, 128, 64, 8192),
-    _decode_shape(16, 2, 256, 16, 8192),
-]
-
-
-def visible_pairs(q_len: int, kv_len: int, causal: bool) -> float:
-    """Returns how many (query, key) pairs count as work; causal halves a square, as is custom."""
-    if not causal:
-        return q_len * kv_len
-    rows = min(q_len, kv_len)  # earlier rows see no key
-    return rows * kv_len - rows * rows / 2
-
-
-def prefill_work(shape: dict[str, Any]) -> Work:
-    """Returns flops of both products, and bytes of q, k, v and the result once."""
-    q_len = shape["q_len"] or shape["kv_len"]
-    rows = shape["batch"] * shape["head_dim"]
-    pairs = visible_pairs(q_len, shape["kv_len"], shape["causal"])
-    moved = 2 * rows * (2 * shape["q_heads"] * q_len + 2 * shape["kv_heads"] * shape["kv_len"])
-    return Work(num_bytes=moved, flops=4 * rows * shape["q_heads"] * pairs, unit="tflops")
-
-
-def decode_work(shape: dict[str, Any]) -> Work:
-    """Returns the bytes of K and V, beside which q and the result are nothing."""
-    rows = shape["batch"] * shape["head_dim"] * shape["kv_len"]
-    return Work(
-        num_bytes=2 * 2 * rows * shape["kv_heads"],
-        flops=4 * rows * shape["q_heads"],
-        unit="tbps",
-    )
-
-
-def _sdpa(backend, q, k, v, **kwargs):
-    """Returns a call of torch's attention on one backend alone."""
-    from torch.nn.attention import sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    def call():
-        with sdpa_kernel(backend):
-            return scaled_dot_product_attention(q, k, v, **kwargs)
-
-    return call
-
-
-def _make(shape: dict[str, Any], q_len: int):
+def _make(shape: Shape, q_len: int):
     """Returns random q, k, v in [B, L, H, D]."""
     import torch
 
@@ -151,7 +43,7 @@ def _make(shape: dict[str, Any], q_len: int):
             length,
             heads,
             shape["head_dim"],
-            device="cuda",
+            device=harness.DEVICE,
             dtype=getattr(torch, harness.dtype()),
         )
 
@@ -159,7 +51,16 @@ def _make(shape: dict[str, Any], q_len: int):
     return tensor(q_len, shape["q_heads"]), tensor(kv_len, kv_heads), tensor(kv_len, kv_heads)
 
 
-def _prefill_candidates(shape: dict[str, Any]) -> dict[str, list[harness.Call]]:
+def _as_is(result):
+    return result
+
+
+def _heads_last(result):
+    """[B, H, L, D] as [B, L, H, D]."""
+    return result.transpose(1, 2)
+
+
+def _prefill_candidates(shape: Shape) -> dict[str, Candidate]:
     from torch.nn.attention import SDPBackend
 
     from astrai.extension import ops
@@ -167,7 +68,7 @@ def _prefill_candidates(shape: dict[str, Any]) -> dict[str, list[harness.Call]]:
     q_len = shape["q_len"]
     q, k, v = _make(shape, q_len)
     causal = shape["causal"]
-    candidates = {"astrai": [lambda: ops.attn_prefill(q, k, v, is_causal=causal)]}
+    found = {"astrai": Candidate([lambda: ops.attn_prefill(q, k, v, is_causal=causal)], _as_is)}
     if causal and q_len != shape["kv_len"]:
         # SDPA's is_causal is aligned top left, another mask than ours unless the lengths are equal.
         from torch.nn.attention.bias import causal_lower_right
@@ -179,59 +80,90 @@ def _prefill_candidates(shape: dict[str, Any]) -> dict[str, list[harness.Call]]:
     group = shape["q_heads"] // shape["kv_heads"]
     wide = [x.repeat_interleave(group, 1) for x in (kt, vt)]
     gqa = {"enable_gqa": group > 1}
-    candidates["cudnn"] = [_sdpa(SDPBackend.CUDNN_ATTENTION, qt, kt, vt, **mask, **gqa)]
-    candidates["flash_attention_2"] = [_sdpa(SDPBackend.FLASH_ATTENTION, qt, *wide, **mask)]
-    return candidates
+    for name, call in (
+        ("cudnn", peers.sdpa(SDPBackend.CUDNN_ATTENTION, qt, kt, vt, **mask, **gqa)),
+        ("flash_attention_2", peers.sdpa(SDPBackend.FLASH_ATTENTION, qt, *wide, **mask)),
+    ):
+        found[name] = Candidate([call], _heads_last)
+    flash = peers.installed(peers.flash_attention_4)
+    if flash is not None:
+        found["flash_attention_4"] = Candidate([lambda: flash(q, k, v, causal=causal)], _as_is)
+    return found
 
 
-def _decode_candidates(shape: dict[str, Any], sets: int) -> dict[str, list[harness.Call]]:
+def _decode_candidates(shape: Shape, sets: int) -> dict[str, Candidate]:
     from torch.nn.attention import SDPBackend
 
     from astrai.extension import ops
 
-    candidates: dict[str, list[harness.Call]] = {"astrai": [], "cudnn": [], "flash_attention_2": []}
     group = shape["q_heads"] // shape["kv_heads"]
+    gqa = {"enable_gqa": group > 1}
+    flash = peers.installed(peers.flash_attention_4)
+    ours, cudnn, flash_2, flash_4 = [], [], [], []
     for _ in range(sets):
         q, k, v = _make(shape, 1)
-        candidates["astrai"].append(lambda q=q, k=k, v=v: ops.attn_decode(q, k, v))
+        ours.append(lambda q=q, k=k, v=v: ops.attn_decode(q, k, v))
         qt, kt, vt = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        gqa = {"enable_gqa": group > 1}
-        candidates["cudnn"].append(_sdpa(SDPBackend.CUDNN_ATTENTION, qt, kt, vt, **gqa))
+        cudnn.append(peers.sdpa(SDPBackend.CUDNN_ATTENTION, qt, kt, vt, **gqa))
         packed = q.view(shape["batch"], shape["kv_heads"], group, shape["head_dim"])
-        candidates["flash_attention_2"].append(_sdpa(SDPBackend.FLASH_ATTENTION, packed, kt, vt))
-    return candidates
+        flash_2.append(peers.sdpa(SDPBackend.FLASH_ATTENTION, packed, kt, vt))
+        flash_4.append(lambda q=q, k=k, v=v: flash(q, k, v, causal=False))
+    found = {
+        "astrai": Candidate(ours, _as_is),
+        "cudnn": Candidate(cudnn, _heads_last),
+        "flash_attention_2": Candidate(flash_2, lambda out: out.flatten(1, 2)[:, None]),
+    }
+    if flash is not None:
+        found["flash_attention_4"] = Candidate(flash_4, _as_is)
+    return found
 
 
-def _decode_is_rotated(kv_bytes: float) -> bool:
-    return 8 * kv_bytes >= 60 << 20
+def _decode_sets(shape: Shape) -> int:
+    """How many caches to make; ours and the peers may hold a copy each, of 16 bits."""
+    whole = {**shape, "window_left": -1, "cache": "16 bits"}
+    num_bytes = attention_rows.decode_work(whole).num_bytes
+    return harness.input_sets(int(num_bytes), _is_rotated(num_bytes), copies=2)
+
+
+def _is_rotated(kv_bytes: float) -> bool:
+    return 8 * kv_bytes >= _L2_BYTES
+
+
+def _candidates(op: str, shape: Shape) -> dict[str, Candidate]:
+    if op == "prefill":
+        return _prefill_candidates(shape)
+    if op == "paged_prefill":
+        return paged_prefill_candidates(shape)
+    sets = _decode_sets(shape)
+    if op == "decode":
+        return _decode_candidates(shape, sets)
+    return paged_decode_candidates(shape, sets)
 
 
 def generate() -> Iterator[Row]:
     """Yields the rows of the shapes that the flags ask for."""
-    dtype = harness.dtype()
-    if _OP.value in ("all", "prefill"):
-        for shape in harness.shapes_to_run(PREFILL_TABLE, PREFILL_QUICK, PREFILL_DEFAULTS):
-            shape["q_len"] = shape["q_len"] or shape["kv_len"]
-            times = harness.measure(_prefill_candidates(shape))
-            variant = "causal" if shape["causal"] else "full"
-            yield from harness.rows_of("prefill", shape, dtype, variant, prefill_work(shape), times)
-    if _OP.value in ("all", "decode"):
-        for shape in harness.shapes_to_run(DECODE_TABLE, DECODE_QUICK, DECODE_DEFAULTS):
-            work = decode_work(shape)
-            # Ours and the peers hold a copy each.
-            footprint = int(work.num_bytes)
-            rotated = _decode_is_rotated(work.num_bytes)
-            sets = harness.input_sets(footprint, rotated, copies=2)
-            times = harness.measure(_decode_candidates(shape, sets))
-            yield from harness.rows_of("decode", shape, dtype, "dense", work, times)
+    for sentence in peers.missing():
+        print(sentence, file=sys.stderr)
+    for op in _ONLY.value or attention_rows.TABLES:
+
+        def rows(shape: Shape, op: str = op) -> Iterator[Row]:
+            if "q_len" in shape:
+                shape["q_len"] = shape["q_len"] or shape["kv_len"]
+            times = harness.measure(_candidates(op, shape))
+            work, variant = attention_rows.WORK[op](shape), attention_rows.variant(op, shape)
+            yield from harness.rows_of(op, shape, harness.dtype(), variant, work, times)
+
+        table, quick = attention_rows.TABLES[op], attention_rows.QUICK[op]
+        shapes = harness.shapes_to_run(table, quick, attention_rows.DEFAULTS[op])
+        yield from harness.each(op, shapes, rows)
 
 
 def _check_flags() -> None:
-    """With --op all, a shape of --shapes would not say which operator it is for."""
+    """With several operators, a shape of --shapes would not say which one it is for."""
     flags.register_multi_flags_validator(
-        ["op", "shapes"],
-        lambda values: not values["shapes"] or values["op"] != "all",
-        message="--shapes needs --op prefill or --op decode",
+        ["only", "shapes"],
+        lambda values: not values["shapes"] or len(values["only"]) == 1,
+        message="--shapes needs one --only",
     )
 
 

@@ -12,13 +12,16 @@ import gc
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from absl import app, flags
 
-from tools.bench import plot, results
+from tools.bench import goals, plot, results
 
+DEVICE = "cuda"
 MIN_ROUNDS = 7
 # A graph that runs this long is timed well by events, whose resolution is about 0.5 us.
 GRAPH_US = 3000.0
@@ -36,9 +39,43 @@ _SHAPES = flags.DEFINE_multi_string(
 _ONLY_SHAPES = flags.DEFINE_bool("only_shapes", False, "Measures the shapes of --shapes alone.")
 _QUICK = flags.DEFINE_bool("quick", False, "A few rows instead of the whole table.")
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float16"], "Type of the inputs.")
+_PART = flags.DEFINE_string(
+    "part", "1/1", "K/N: the K-th of N parts of the rows, each from all over the table."
+)
+_SECONDS = flags.DEFINE_float("seconds", None, "Starts no row after so many seconds.", 0.0)
 _ROUNDS = flags.DEFINE_integer("rounds", 9, "Rounds to take the median of.", MIN_ROUNDS)
 
+# Norm of the difference over the norm of the result: of two bf16 kernels that are both right.
+_AGREE = 2e-2
+
 Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is timed, and how to see whether it computes the same as ours.
+
+    Attributes:
+        calls: The same call on each set of inputs.
+        result: Brings what a call returns into the layout of ours; None: not compared.
+    """
+
+    calls: Sequence[Call]
+    result: Callable[[Any], Any] | None = None
+
+
+@dataclass
+class _Journal:
+    """What a run has to tell beside its rows."""
+
+    start: float = field(default_factory=time.monotonic)
+    row: str = ""  # the one that is being measured
+    failures: list[str] = field(default_factory=list)  # ours
+    peer_failures: dict[str, list[str]] = field(default_factory=dict)  # reason -> rows
+    left_out: list[str] = field(default_factory=list)
+
+
+_journal = _Journal()
 
 
 def mirrored_order(count: int) -> list[int]:
@@ -105,31 +142,97 @@ class _Graph:
         return start.elapsed_time(stop) * 1e3 / self._count
 
 
-def measure(candidates: dict[str, Sequence[Call]]) -> dict[str, float]:
+def measure(candidates: Mapping[str, Sequence[Call] | Candidate]) -> dict[str, float]:
     """Times candidates side by side.
 
     Args:
-      candidates: name -> the same call on each set of inputs. The first must run; another that
-        raises (a peer that does not take this shape) is left out with a line on stderr.
+      candidates: name -> the same call on each set of inputs. The first is ours and must run;
+        another that raises (a peer that does not take this shape) is left out with a line on
+        stderr. The results of Candidates are compared with ours.
 
     Returns:
       Microseconds per call by name.
     """
     graphs: dict[str, _Graph] = {}
-    for index, (name, calls) in enumerate(candidates.items()):
+    ours = next(iter(candidates.values()))
+    for name, candidate in candidates.items():
+        calls = candidate.calls if isinstance(candidate, Candidate) else candidate
         try:
             graphs[name] = _Graph(calls)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            if index == 0:
+        except Exception as error:  # of whatever kind: peers bring compilers and loaders along
+            if candidate is ours:
                 raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            print(f"{name} does not run here: {reason[:160]}", file=sys.stderr)
+            note_peer_failure(name, error)
+            continue
+        if candidate is not ours:
+            _compare(name, candidate, ours)
     names = list(graphs)
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds()):
         for index in mirrored_order(len(names)):
             times[names[index]].append(graphs[names[index]].time_us())
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def note_peer_failure(name: str, error: BaseException) -> None:
+    """Says that a peer does not run, now and at the end."""
+    text = str(error).strip()
+    reason = f"{name} does not run here: {(text.splitlines()[0] if text else repr(error))[:160]}"
+    print(reason, file=sys.stderr)
+    _journal.peer_failures.setdefault(reason, []).append(_journal.row)
+
+
+def _compare(name: str, candidate: Any, ours: Any) -> None:
+    """Notes a failure if a candidate's first call does not give what ours gives."""
+    both = (candidate, ours)
+    if not all(isinstance(c, Candidate) and c.result is not None for c in both):
+        return
+    theirs, mine = (c.result(c.calls[0]()).double() for c in both)
+    difference = float((theirs - mine).norm() / theirs.norm())
+    if not difference <= _AGREE:
+        note_failure(f"the result differs from that of {name} by {difference:.2g}")
+
+
+def note_failure(problem: str) -> None:
+    """Says that ours fails on the row at hand, now and at the end; the run's status is then 1."""
+    problem = f"{_journal.row}: {problem}"
+    print(problem, file=sys.stderr)
+    _journal.failures.append(problem)
+
+
+def each(
+    op: str, shapes: Iterable[dict[str, Any]], rows: Callable[[dict[str, Any]], Iterator[Any]]
+) -> Iterator[Any]:
+    """Yields what `rows` yields for each shape of this run's part.
+
+    A shape on which ours fails is told at the end and the next one tried, unless the GPU is beyond
+    use; one that --seconds leaves no time for is told too.
+    """
+    import torch
+
+    for shape in part_of(list(shapes)):
+        words = " ".join(f"{key}={value}" for key, value in shape.items())
+        _journal.row = f"{op} {words}"
+        if _SECONDS.value is not None and time.monotonic() - _journal.start > _SECONDS.value:
+            _journal.left_out.append(_journal.row)
+            continue
+        try:
+            yield from rows(shape)
+        except Exception as error:  # the other rows are worth having
+            note_failure(f"{type(error).__name__}: {error}")
+            torch.cuda.synchronize()  # raises if every further call would fail
+
+
+def part_of(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the shapes of this run's part: every N-th, beginning with the K-th.
+
+    Raises:
+      ValueError: --part is not K/N with K from 1 to N.
+    """
+    first, _, parts = _PART.value.partition("/")
+    if not (first.isdigit() and parts.isdigit() and 1 <= int(first) <= int(parts)):
+        raise ValueError(f"--part: must be K/N with K from 1 to N, got {_PART.value!r}")
+    return shapes[int(first) - 1 :: int(parts)]
 
 
 def input_sets(bytes_per_set: int, rotated: bool, copies: int = 1) -> int:
@@ -238,11 +341,17 @@ def needs_gpu() -> str | None:
 
 
 def run(generate: Callable[[], Iterator[results.Row]]) -> int:
-    """Prints the rows that `generate` yields and writes what --json and --plot ask for."""
+    """Prints the rows that `generate` yields, and writes what --json and --plot ask for.
+
+    Returns:
+      The exit status: 0 if everything of ours ran.
+    """
+    global _journal
     reason = needs_gpu()
     if reason is not None:
         print(reason, file=sys.stderr)
         return 1
+    _journal = _Journal()
     rows = []
     stream = open(_JSON.value, "w", encoding="utf-8") if _JSON.value else None  # noqa: SIM115
     try:
@@ -256,12 +365,23 @@ def run(generate: Callable[[], Iterator[results.Row]]) -> int:
     finally:
         if stream is not None:
             stream.close()
+        print("\n".join(summary(rows)), flush=True)
     if _PLOT.value:
         for line in plot.write_charts(rows, _PLOT.value):
             print(line)
-    return 0
+    return 1 if _journal.failures else 0
+
+
+def summary(rows: Sequence[results.Row]) -> list[str]:
+    """Returns the last lines of a run: goals, and all that did not run."""
+    lines = goals.table(goals.judge(rows))
+    for reason, where in _journal.peer_failures.items():
+        lines.append(f"{reason} ({len(where)} rows, the first: {where[0]})")
+    lines += [f"left out, the time was over: {row}" for row in _journal.left_out]
+    lines += [f"FAILED {problem}" for problem in _journal.failures]
+    return [*lines, f"{time.monotonic() - _journal.start:.0f} s"]
 
 
 def main(generate: Callable[[], Iterator[results.Row]]) -> None:
     """Runs a benchmark from its command line."""
-    app.run(lambda argv: run(generate))
+    app.run(lambda argv: sys.exit(run(generate)))

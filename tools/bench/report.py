@@ -18,7 +18,14 @@ from typing import Any
 
 from absl import app, flags
 
-from tools.bench import bench_attention, bench_rotary, plot
+from tools.bench import (
+    attention_rows,
+    bench_rope_append,
+    bench_rotary,
+    engine_models,
+    goals,
+    plot,
+)
 from tools.bench.results import Row, Work
 
 BEGIN, END = "<!-- tables -->", "<!-- /tables -->"
@@ -26,9 +33,19 @@ HOST_TIME = "host_time"
 
 # What a call of each operator must do: the JSON holds only the larger of its bounds.
 WORK: dict[str, Callable[[dict[str, Any]], Work]] = {
-    "prefill": bench_attention.prefill_work,
-    "decode": bench_attention.decode_work,
+    **attention_rows.WORK,
     "rotary": bench_rotary.rotary_work,
+    "rope_append_kv": bench_rope_append.rope_append_work,
+    "engine": engine_models.engine_work,
+}
+# Columns that say nothing new beside the variant.
+TOLD_BY_VARIANT = {
+    "prefill": {"causal"},
+    "paged_prefill": {"causal", "page_size"},
+    "paged_decode": {"page_size", "q_len", "cache", "window_left", "ragged", "deterministic"},
+    "rotary": {"interleaved"},
+    "rope_append_kv": {"page_size", "interleaved", "cache"},
+    "engine": {"part"},
 }
 
 _RATES = {"tflops": "TFLOP/s", "tbps": "TB/s"}
@@ -122,9 +139,13 @@ def tables(lines: Sequence[Line], charts: dict[str, str] | None = None) -> str:
     if measured:
         gpu, torch, date = (_distinct(measured, name) for name in ("gpu", "torch", "date"))
         parts.append(f"Measured on {gpu} with torch {torch}, {date}.")
+    judged = goals.judge(to_rows(measured))
     for op in dict.fromkeys(line["op"] for line in measured):
         parts.append(f"### {op}")
-        parts.append(_op_table([line for line in measured if line["op"] == op]))
+        mine = [judgement for judgement in judged if judgement.op == op]
+        if mine:
+            parts.append("Goals: " + "; ".join(goals.counts(mine)) + ".")
+        parts.append(_op_table(op, [line for line in measured if line["op"] == op]))
         if charts and op in charts:
             parts.append(f"![Roofline and ratios of {op}]({charts[op]})")
     host = [line for line in lines if line["op"] == HOST_TIME]
@@ -135,7 +156,7 @@ def tables(lines: Sequence[Line], charts: dict[str, str] | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def _op_table(lines: Sequence[Line]) -> str:
+def _op_table(op: str, lines: Sequence[Line]) -> str:
     """One row per shape, dtype and variant, with all its peers; what all rows share goes above."""
     groups: dict[str, list[Line]] = {}
     for line in lines:
@@ -144,12 +165,14 @@ def _op_table(lines: Sequence[Line]) -> str:
     firsts = [group[0] for group in groups.values()]
     facts = [{"dtype": f["dtype"], "variant": f["variant"], **f["shape"]} for f in firsts]
     names = list(dict.fromkeys(name for fact in facts for name in fact))
-    names = [name for name in names if not _told(name, facts)]
+    names = [name for name in names if not _told(op, name, facts)]
     shared = {n: facts[0].get(n) for n in names if len({str(f.get(n)) for f in facts}) == 1}
     columns = [name for name in names if name not in shared]
     peers = list(dict.fromkeys(line["peer"] for line in lines))
 
     header = [*columns, "us", "rate", "of floor"]
+    if op == "engine":
+        header.insert(len(columns), "tokens/s")
     for peer in peers:
         header += [f"{peer} us", "ratio"]
     rows = []
@@ -157,6 +180,8 @@ def _op_table(lines: Sequence[Line]) -> str:
         first = group[0]
         unit = next(name for name in _RATES if name in first)
         row = [_cell(fact.get(name)) for name in columns]
+        if op == "engine":
+            row.append(_tokens_per_second(fact, first["us"]))
         row += [f"{first['us']:.2f}", f"{first[unit]:.2f} {_RATES[unit]}"]
         row.append(f"{first['floor_us'] / first['us']:.0%}")
         by_peer = {line["peer"]: line for line in group}
@@ -169,11 +194,17 @@ def _op_table(lines: Sequence[Line]) -> str:
     return f"All rows: {common}.\n\n{table}" if common else table
 
 
-def _told(name: str, facts: Sequence[Line]) -> bool:
+def _told(op: str, name: str, facts: Sequence[Line]) -> bool:
     """Whether a column says nothing new beside the variant and kv_len."""
-    if name == "q_len":
-        return all(fact.get("q_len") == fact.get("kv_len") for fact in facts)
-    return name in ("causal", "interleaved")
+    if name in TOLD_BY_VARIANT.get(op, ()):
+        return True
+    return name == "q_len" and all(fact.get("q_len") == fact.get("kv_len") for fact in facts)
+
+
+def _tokens_per_second(fact: Line, us: float) -> str:
+    """Of a whole call, all new tokens over its time; of a step, one for each request."""
+    tokens = {"generate": fact["new_tokens"], "decode_step": 1}.get(fact["variant"])
+    return "-" if tokens is None else f"{fact['batch'] * tokens / us * 1e6:.0f}"
 
 
 def _cell(value: Any) -> str:

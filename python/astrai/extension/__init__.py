@@ -37,7 +37,20 @@ from astrai.extension.dispatch import (
 )
 from astrai.extension.errors import DtypeError, ShapeError
 from astrai.extension.loader import KERNEL_NAMES, is_available
-from astrai.extension.ops.attention import attn_decode, attn_prefill
+from astrai.extension.ops.attention import (
+    attn_decode,
+    attn_decode_workspace_size,
+    attn_paged_decode,
+    attn_paged_decode_workspace_size,
+    attn_paged_prefill,
+    attn_paged_prefill_workspace_size,
+    attn_prefill,
+    attn_prefill_workspace_size,
+    attn_varlen,
+    build_q_work_map,
+    merge_states,
+)
+from astrai.extension.ops.rotary import rope_append_kv
 
 __all__ = [
     "ATTN_BACKEND",
@@ -57,18 +70,28 @@ __all__ = [
     "attention",
     "attn_backend",
     "attn_decode",
+    "attn_decode_workspace_size",
+    "attn_paged_decode",
+    "attn_paged_decode_workspace_size",
+    "attn_paged_prefill",
+    "attn_paged_prefill_workspace_size",
     "attn_prefill",
+    "attn_prefill_workspace_size",
+    "attn_varlen",
     "axis",
+    "build_q_work_map",
     "explain",
     "explain_plan",
     "get_backend",
     "get_rotary_emb",
     "is_available",
+    "merge_states",
     "op_backend",
     "register_env_alias",
     "register_family",
     "resolve",
     "resolve_plan",
+    "rope_append_kv",
     "rotary_embed",
     "tensor_axes",
 ]

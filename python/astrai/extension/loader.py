@@ -24,7 +24,13 @@ _LIB_PACKAGE = "astrai.extension.lib"
 _LIB_DIR = Path(__file__).absolute().parent / "lib"
 
 # What a complete package holds, so that a missing file can be told from an unknown name.
-_EXPECTED = ("attn_decode", "attn_prefill", "rotary_emb")
+_EXPECTED = (
+    "attn_decode",
+    "attn_paged_decode",
+    "attn_paged_prefill",
+    "attn_prefill",
+    "rotary_emb",
+)
 
 _REINSTALL = "Reinstall the package: pip install --force-reinstall astrai"
 

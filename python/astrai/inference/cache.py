@@ -1,289 +1,172 @@
-"""KV cache: the pool that owns K and V, and the view of it that one call gets.
-
-A pool of slots holds one token's K and V per slot: ``k_buffer[layer, slot]`` is ``[kv_heads,
-head_dim]``. A table ``req_to_token[row, position]`` says in which slot a token of a request lies.
-In the contiguous pool, the only kind here, row ``r`` owns the slots ``r * max_seq_len`` to ``(r +
-1) * max_seq_len - 1``, so that a request's cache is a plain ``[length, kv_heads, head_dim]`` view,
-which dense attention kernels can read.
-"""
+"""KV cache: which request has which rows and pages of the pool, and what was computed before."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
-_INT32_MAX = 2**31 - 1
+from astrai.inference.pool import KVCache, PagePool
+from astrai.inference.workspace import InferenceWorkspace
+
+__all__ = ["InferenceWorkspace", "KVCache", "PagePool", "TaskCacheManager"]
 
 
 @dataclasses.dataclass
-class KVCache:
-    """What ``astrai.extension.attention`` needs to append to a KV cache and attend to it.
-
-    B is the number of requests of this call. ``rows``, ``lens`` and ``q_lens`` are host copies:
-    with them a backend can cut views without waiting for the device.
-
-    Attributes:
-        k_buffer: Keys of all layers, ``[n_layers, slots, kv_heads, head_dim]``.
-        v_buffer: Values, same shape.
-        req_to_token: int32 ``[max_batch, max_seq]``, slot of each token of each row.
-        req_pool_indices: int32 ``[B]``, row of each request.
-        seq_lens: int64 ``[B]``, tokens of each request, those of this call included.
-        out_cache_loc: int32 ``[tokens]``, slots for the K and V of this call's tokens, in packed
-            order.
-        max_len: The largest of ``lens``.
-        kv_indptr: int32 ``[B + 1]``, prefix sums of ``seq_lens``.
-        qo_indptr: int32 ``[B + 1]``, prefix sums of the numbers of query tokens: the packed offsets
-            into q and out.
-        contiguous: Whether row r owns the slots from ``r * max_seq`` on.
-        rows: ``req_pool_indices`` on the host.
-        lens: ``seq_lens`` on the host.
-        q_lens: Tokens of this call of each request, on the host; all 1 in decode.
-        q_tile_to_batch: Work map of the paged prefill kernel; None in a contiguous cache and in
-            decode.
-        q_tile_to_index: Likewise.
-        decode_o_part: Buffer of the paged decode kernel; None in a contiguous cache and in prefill.
-        decode_ml_part: Likewise.
-        decode_out: Likewise.
-    """
-
-    k_buffer: torch.Tensor
-    v_buffer: torch.Tensor
-    req_to_token: torch.Tensor
-    req_pool_indices: torch.Tensor
-    seq_lens: torch.Tensor
-    out_cache_loc: torch.Tensor
-    max_len: int
-    kv_indptr: torch.Tensor
-    qo_indptr: torch.Tensor
-    contiguous: bool
-    rows: list[int]
-    lens: list[int]
-    q_lens: list[int]
-    q_tile_to_batch: torch.Tensor | None = None
-    q_tile_to_index: torch.Tensor | None = None
-    decode_o_part: torch.Tensor | None = None
-    decode_ml_part: torch.Tensor | None = None
-    decode_out: torch.Tensor | None = None
+class _Task:
+    row: int
+    length: int  # tokens that the task's pages are asked to hold
+    cached: int  # tokens of the prompt that were found in the pool
+    recorded: int  # full pages known to the prefix index
 
 
-class InferenceWorkspace:
-    """Index buffers at fixed addresses that every call of an engine reuses.
+class TaskCacheManager:
+    """Gives tasks (requests, under ids of the caller's choice) their part of a pool.
 
     Args:
-        max_batch_size: Requests that one call may hold.
-        max_seq_len: Tokens that one request may hold.
-        max_q_heads: Query heads of the model (sizes the buffers of the paged decode kernel; unused
-            by dense kernels).
-        head_dim: Head dimension of the model (likewise).
-        device: Where the buffers live.
-        dtype: Type of the model's activations (likewise).
+        pool: The pool, contiguous or paged. Nothing else should take rows or pages of it.
     """
 
-    def __init__(
-        self,
-        max_batch_size: int,
-        max_seq_len: int,
-        max_q_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-    ) -> None:
-        self.max_batch_size = max_batch_size
-        self.max_seq_len = max_seq_len
-        self.max_q_heads = max_q_heads
-        self.head_dim = head_dim
-        self.device = torch.device(device)
-        self.dtype = dtype
-        tokens = max_batch_size * max_seq_len
+    def __init__(self, pool: PagePool) -> None:
+        self.pool = pool
+        self._tasks: dict[Hashable, _Task] = {}
+        self._last_bound: tuple[list[Hashable], list[int]] | None = None
+        self._steady = False
 
-        def buffer(n: int, kind: torch.dtype) -> torch.Tensor:
-            return torch.zeros(n, dtype=kind, device=self.device)
+    def task_alloc(self, task_id: Hashable, prompt_ids: Sequence[int], spare: int = 0) -> bool:
+        """Gives a new task a row and the pages of its prompt.
 
-        self.input_ids = buffer(tokens, torch.int64)
-        self.position_ids = buffer(tokens, torch.int64)
-        self.out_cache_loc = buffer(tokens, torch.int32)
-        self.req_pool_indices = buffer(max_batch_size, torch.int32)
-        self.seq_lens = buffer(max_batch_size, torch.int64)
-        self.kv_indptr = buffer(max_batch_size + 1, torch.int32)
-        self.qo_indptr = buffer(max_batch_size + 1, torch.int32)
-
-    def fill(self, name: str, values: Sequence[int]) -> torch.Tensor:
-        """Copies ``values`` to the start of the buffer ``name``; returns that part."""
-        target = getattr(self, name)
-        if len(values) > target.numel():
-            raise ValueError(
-                f"InferenceWorkspace: {name} must have at most {target.numel()} elements, got "
-                f"{len(values)}"
-            )
-        part = target[: len(values)]
-        part.copy_(torch.tensor(values, dtype=target.dtype))
-        return part
-
-    def fill_input_ids(self, ids: Sequence[int]) -> torch.Tensor:
-        """Copies a call's packed token ids into ``input_ids``; returns that part, ``[tokens]``."""
-        return self.fill("input_ids", ids)
-
-
-class PagePool:
-    """Owner of all K and V, contiguous: request row ``i`` is the slots ``i * max_seq_len ..``.
-
-    Args:
-        n_layers: Layers of the model.
-        n_kv_heads: K/V heads.
-        head_dim: Head dimension.
-        max_batch_size: Rows, that is, requests that can be held at a time.
-        max_seq_len: Tokens a row can hold.
-        device: Where the pool lives.
-        dtype: Type of K and V.
-        page_size: Must be 1 in a contiguous pool.
-        n_tokens: Must be None (a contiguous pool). A number asks for a paged pool, which is not
-            built yet.
-    """
-
-    def __init__(
-        self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
-        max_batch_size: int,
-        max_seq_len: int,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        page_size: int = 1,
-        n_tokens: int | None = None,
-    ) -> None:
-        for name, value in (
-            ("n_layers", n_layers),
-            ("n_kv_heads", n_kv_heads),
-            ("head_dim", head_dim),
-            ("max_batch_size", max_batch_size),
-            ("max_seq_len", max_seq_len),
-        ):
-            if value < 1:
-                raise ValueError(f"PagePool: {name} must be at least 1, got {value}")
-        if n_tokens is not None or page_size != 1:
-            raise ValueError(
-                "PagePool: n_tokens must be None and page_size 1 (only the contiguous pool is "
-                "built), "
-                f"got n_tokens={n_tokens}, page_size={page_size}"
-            )
-        slots = max_batch_size * max_seq_len
-        if slots > _INT32_MAX:
-            raise ValueError(
-                f"PagePool: max_batch_size * max_seq_len must be at most {_INT32_MAX} (slots are "
-                f"int32), got {slots}"
-            )
-        self.max_batch_size = max_batch_size
-        self.max_seq_len = max_seq_len
-        self.device = torch.device(device)
-        shape = (n_layers, slots, n_kv_heads, head_dim)
-        self.k_buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        self.v_buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        self.req_to_token = torch.arange(slots, dtype=torch.int32, device=self.device).view(
-            max_batch_size, max_seq_len
-        )
-        self._free_rows = list(range(max_batch_size - 1, -1, -1))
-
-    def alloc_row(self) -> int:
-        """Takes a free row. Raises RuntimeError if every row is in use."""
-        if not self._free_rows:
-            raise RuntimeError(
-                f"PagePool: all {self.max_batch_size} rows are in use; free one or make a larger "
-                "pool"
-            )
-        return self._free_rows.pop()
-
-    def free_row(self, row: int) -> None:
-        """Gives a row back. K and V stay: nothing past a request's length is ever read."""
-        if not 0 <= row < self.max_batch_size or row in self._free_rows:
-            raise ValueError(f"PagePool.free_row: row must be a row in use, got {row}")
-        self._free_rows.append(row)
-
-    @property
-    def free_rows(self) -> int:
-        """Number of rows that ``alloc_row`` can still give."""
-        return len(self._free_rows)
-
-    def bind_tasks(
-        self,
-        req_indices: Sequence[int],
-        seq_lens: Sequence[int],
-        workspace: InferenceWorkspace,
-        device: torch.device | str | None = None,
-        start_pos: int | None = None,
-        incremental: bool = False,
-    ) -> KVCache:
-        """Describes one call over the given rows.
+        Full pages that hold the same beginning of a text are shared instead of taken; at least the
+        prompt's last token is left to be computed.
 
         Args:
-            req_indices: Row of each request; no row twice (both would write the same slots).
-            seq_lens: Tokens of each request, those of this call included.
-            workspace: Holds the index tensors; the KVCache is valid until its next use.
-            device: Must be the pool's device, or None.
-            start_pos: Prefill from this position on, the same for all requests: request b brings
-                ``seq_lens[b] - start_pos`` tokens. None means decode: each request brings its last
-                token.
-            incremental: Accepted for compatibility: the tables are always filled anew (their result
-                is the same).
+            task_id: The task.
+            prompt_ids: Tokens of the prompt.
+            spare: Pages that must stay available for others.
 
-        Raises:
-            ValueError: A row or length is out of range, a row comes twice, or a request brings no
-                token.
+        Returns:
+            Whether there was room. If not, nothing has changed.
         """
-        del incremental
-        rows, lens = [int(r) for r in req_indices], [int(n) for n in seq_lens]
-        where = "PagePool.bind_tasks"
-        if device is not None and torch.empty(0, device=device).device != self.k_buffer.device:
-            raise ValueError(
-                f"{where}: device must be the pool's {self.k_buffer.device}, got {device}"
-            )
-        if not rows or len(rows) != len(lens) or len(rows) > self.max_batch_size:
-            raise ValueError(
-                f"{where}: req_indices and seq_lens must have one length of 1 to "
-                f"{self.max_batch_size}, "
-                f"got {len(rows)} and {len(lens)}"
-            )
-        if len(set(rows)) != len(rows) or not all(0 <= r < self.max_batch_size for r in rows):
-            raise ValueError(
-                f"{where}: req_indices must be distinct rows below {self.max_batch_size}, got "
-                f"{rows}"
-            )
-        if not all(0 < n <= self.max_seq_len for n in lens):
-            raise ValueError(f"{where}: seq_lens must be 1 to {self.max_seq_len}, got {lens}")
-        if start_pos is not None and (start_pos < 0 or any(n <= start_pos for n in lens)):
-            raise ValueError(
-                f"{where}: start_pos must be 0 or more and below every length, got {start_pos} "
-                f"for {lens}"
-            )
+        if task_id in self._tasks:
+            raise ValueError(f"TaskCacheManager.task_alloc: task must be new, got {task_id!r}")
+        pool = self.pool
+        if not pool.free_rows or len(prompt_ids) > pool.max_seq_len:
+            return False
+        shared: list[int] = []
+        if pool.pages is not None:
+            reusable = (len(prompt_ids) - 1) // pool.page_size * pool.page_size
+            if pool.pages.prefix_cache:
+                shared = pool.pages.match(prompt_ids[:reusable])
+            pool.pages.hold(shared)
+            missing = pool.pages_for(len(prompt_ids)) - len(shared)
+            if missing + spare > pool.pages.available:
+                pool.pages.release(shared)
+                return False
+        row = pool.alloc_row()
+        for index, page in enumerate(shared):
+            pool.set_page(row, index, page)
+        pool.reserve(row, len(prompt_ids))
+        cached = len(shared) * pool.page_size
+        self._tasks[task_id] = _Task(row, len(prompt_ids), cached, len(shared))
+        return True
 
-        starts = [start_pos if start_pos is not None else n - 1 for n in lens]
-        q_lens = [n - s for n, s in zip(lens, starts, strict=True)]
-        slots = [
-            r * self.max_seq_len + p
-            for r, s, n in zip(rows, starts, lens, strict=True)
-            for p in range(s, n)
-        ]
-        return KVCache(
-            k_buffer=self.k_buffer,
-            v_buffer=self.v_buffer,
-            req_to_token=self.req_to_token,
-            req_pool_indices=workspace.fill("req_pool_indices", rows),
-            seq_lens=workspace.fill("seq_lens", lens),
-            out_cache_loc=workspace.fill("out_cache_loc", slots),
-            max_len=max(lens),
-            kv_indptr=workspace.fill("kv_indptr", _prefix_sums(lens)),
-            qo_indptr=workspace.fill("qo_indptr", _prefix_sums(q_lens)),
-            contiguous=True,
-            rows=rows,
-            lens=lens,
-            q_lens=q_lens,
+    def task_extend(self, task_id: Hashable, pos: int) -> bool:
+        """Makes room for the token at position ``pos``.
+
+        Returns:
+            Whether there was a page. If not, nothing has changed.
+        """
+        task = self._task(task_id)
+        if not self.pool.reserve(task.row, pos + 1):
+            return False
+        task.length = max(task.length, pos + 1)
+        return True
+
+    def task_free(self, task_id: Hashable) -> None:
+        """Gives a task's row and pages back; recorded pages can be found again."""
+        self.pool.free_row(self._task(task_id).row)
+        del self._tasks[task_id]
+
+    def task_cached(self, task_id: Hashable) -> int:
+        """Tokens of the prompt whose K and V were in the pool already."""
+        return self._task(task_id).cached
+
+    def task_record_hashes(
+        self, task_id: Hashable, token_ids: Sequence[int], length: int | None = None
+    ) -> None:
+        """Lets other tasks find this task's full pages.
+
+        Args:
+            task_id: The task.
+            token_ids: Its tokens, from the first one on.
+            length: How many of them have their K and V in the pool; None: all.
+        """
+        task, pages = self._task(task_id), self.pool.pages
+        if pages is None or not pages.prefix_cache:
+            return
+        size = self.pool.page_size
+        full = (len(token_ids) if length is None else length) // size
+        for index in range(task.recorded, full):
+            held = self.pool.row_pages(task.row)
+            parent = held[index - 1] if index else None
+            known = pages.record(held[index], parent, token_ids[index * size : (index + 1) * size])
+            if known != held[index]:
+                self.pool.set_page(task.row, index, known)
+            task.recorded = index + 1
+
+    def bind(
+        self,
+        ids: Sequence[Hashable],
+        workspace: InferenceWorkspace,
+        device: torch.device | str | None = None,
+        start_pos: int | Sequence[int] | None = None,
+        *,
+        lens: Sequence[int] | None = None,
+        input_ids: Sequence[int] | None = None,
+        pad_to: int | None = None,
+    ) -> KVCache:
+        """Describes one call over tasks; see ``PagePool.bind_tasks``.
+
+        Args:
+            ids: The tasks.
+            workspace: Holds the index tensors.
+            device: Must be the pool's device, or None.
+            start_pos: As in ``bind_tasks``; None is decode.
+            lens: Tokens of each task, those of this call included; None: all that it has room for.
+            input_ids: As in ``bind_tasks``.
+            pad_to: As in ``bind_tasks``.
+        """
+        tasks = [self._task(task_id) for task_id in ids]
+        lens = [task.length for task in tasks] if lens is None else list(lens)
+        cache = self.pool.bind_tasks(
+            [task.row for task in tasks],
+            lens,
+            workspace,
+            device,
+            start_pos,
+            input_ids=input_ids,
+            pad_to=pad_to,
         )
+        now = (list(ids), lens) if start_pos is None else None
+        last, self._last_bound = self._last_bound, now
+        self._steady = (
+            now is not None
+            and last is not None
+            and now[0] == last[0]
+            and now[1] == [n + 1 for n in last[1]]
+        )
+        return cache
 
+    @property
+    def bind_was_steady(self) -> bool:
+        """Whether the last ``bind`` was the same tasks' next decode step after the one before."""
+        return self._steady
 
-def _prefix_sums(values: Sequence[int]) -> list[int]:
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
+    def _task(self, task_id: Hashable) -> _Task:
+        try:
+            return self._tasks[task_id]
+        except KeyError:
+            raise ValueError(
+                f"TaskCacheManager: task must be a known one, got {task_id!r}"
+            ) from None

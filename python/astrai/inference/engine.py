@@ -1,17 +1,25 @@
-"""Generation of text with a KV cache, one request at a time, streamed."""
+"""Generation of text: many requests at a time, in steps, each streamed to its reader."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 import operator
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from astrai.inference.cache import InferenceWorkspace, PagePool
-from astrai.inference.sampling import SamplingParams, sample
+from astrai.inference.cache import TaskCacheManager
+from astrai.inference.graphs import CudaGraphContext
+from astrai.inference.pool import PagePool
+from astrai.inference.request import Generation, Request
+from astrai.inference.runner import ModelRunner
+from astrai.inference.sampling import Sample, SamplingParams, sample
+from astrai.inference.scheduler import Plan, Scheduler
+from astrai.inference.workspace import InferenceWorkspace
 from astrai.model import LoadedModel
-from astrai.model.tokenizer import TextStream
 
 
 def _integer(value: object, what: str) -> int:
@@ -22,71 +30,78 @@ def _integer(value: object, what: str) -> int:
         raise TypeError(f"{what} must be of integers, got {value!r}") from None
 
 
-class Generation:
-    """An answer under way: iterate over it for its text, piece by piece.
-
-    Breaking off the iteration, or ``close``, ends the request and frees its cache.
+@dataclasses.dataclass
+class EngineStats:
+    """What an engine has done so far.
 
     Attributes:
-        prompt_ids: Tokens of the prompt.
-        token_ids: Tokens made so far, the final stop token (if any) not among them.
-        text: The text given out so far.
-        finish_reason: None while under way; "stop" (a stop token came), "length" (max_tokens
-            reached), "context" (the context is full) or "closed" (broken off).
-        prefill_seconds: Time to the prompt's logits, or None before that.
-        decode_seconds: Time spent on all later tokens.
-        decode_steps: Model calls in that time.
+        steps: Steps with work.
+        prefill_tokens: Tokens of prompts computed (also those computed anew after a preemption).
+        prefill_seconds: Time of the steps that computed any.
+        decode_tokens: Tokens chosen in the other steps, so that decode_tokens / decode_seconds is
+            the decode speed.
+        decode_seconds: Time of those.
+        generated_tokens: Tokens chosen in all steps.
+        cached_tokens: Tokens of prompts that were in the pool already.
+        preemptions: How often a request gave its pages up to an older one.
     """
 
-    def __init__(self, prompt_ids: list[int], steps: Iterator[str]) -> None:
-        self.prompt_ids = prompt_ids
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.prefill_seconds: float | None = None
-        self.decode_seconds = 0.0
-        self.decode_steps = 0
-        self._steps = steps
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._steps)
-
-    def close(self) -> None:
-        """Ends the request early. Does nothing if it has ended."""
-        self._steps.close()
-        if self.finish_reason is None:
-            self.finish_reason = "closed"
-
-    def read(self) -> str:
-        """Runs to the end; returns the whole text."""
-        for _ in self:
-            pass
-        return self.text
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Decode speed, without the prompt; None if no token was decoded."""
-        return self.decode_steps / self.decode_seconds if self.decode_seconds else None
+    steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
 
 
 class Engine:
     """Answers prompts with a model.
 
+    Requests share the model's steps (continuous batching) and a paged KV cache; see ``Scheduler``.
+    An engine belongs to one thread.
+
     Args:
         model: Decoder and tokenizer, as ``astrai.model.load`` gives them.
-        max_seq_len: Tokens of prompt and answer together that the cache holds; None means the
+        max_seq_len: Tokens of prompt and answer together that a request may have; None means the
             model's whole context.
-        max_batch_size: Requests that may be under way at a time.
+        max_batch_size: Requests that run at a time; more wait.
+        n_tokens: Tokens that the cache holds, of all requests together; None means max_seq_len: one
+            request of full length, or many short ones.
+        page_size: Tokens of a page of the cache: a power of two up to 256.
+        max_batch_tokens: Tokens that one step computes at most; longer prompts take several steps.
+        prefix_cache: Whether full pages are kept and reused by prompts that begin alike.
+        cache_dtype: Type of the cache; None means the model's. ``torch.float8_e4m3fn`` halves a
+            16-bit one.
+        k_scale: Dequantisation step of the keys of a float8 cache; None there means 1.
+        v_scale: Likewise for values.
+        cuda_graphs: Whether decode steps on a GPU are captured and replayed.
+
+    Attributes:
+        pool: Owner of K and V.
+        workspace: Index buffers of the model calls.
+        stats: What was done so far.
 
     Raises:
-        ValueError: ``max_seq_len`` is more than the model's context.
+        ValueError: ``max_seq_len`` is more than the model's context, or another number is out of
+            range.
     """
 
     def __init__(
-        self, model: LoadedModel, *, max_seq_len: int | None = None, max_batch_size: int = 1
+        self,
+        model: LoadedModel,
+        *,
+        max_seq_len: int | None = None,
+        max_batch_size: int = 16,
+        n_tokens: int | None = None,
+        page_size: int = 16,
+        max_batch_tokens: int = 2048,
+        prefix_cache: bool = True,
+        cache_dtype: torch.dtype | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         config = model.decoder.config
         if max_seq_len is None:
@@ -95,6 +110,11 @@ class Engine:
             raise ValueError(
                 f"Engine: max_seq_len must be 1 to {config.max_position} (the model's context), "
                 f"got {max_seq_len}"
+            )
+        if max_batch_tokens < max_batch_size:
+            raise ValueError(
+                f"Engine: max_batch_tokens must be at least max_batch_size {max_batch_size}, got "
+                f"{max_batch_tokens}"
             )
         self.model = model
         self.max_seq_len = max_seq_len
@@ -106,11 +126,31 @@ class Engine:
             max_batch_size,
             max_seq_len,
             device,
-            dtype,
+            dtype if cache_dtype is None else cache_dtype,
+            page_size,
+            max_seq_len if n_tokens is None else n_tokens,
+            prefix_cache=prefix_cache,
+            k_scale=k_scale,
+            v_scale=v_scale,
         )
         self.workspace = InferenceWorkspace(
-            max_batch_size, max_seq_len, config.num_heads, config.head_dim, device, dtype
+            max_batch_size,
+            max_seq_len,
+            config.num_heads,
+            config.head_dim,
+            device,
+            dtype,
+            max_tokens=max_batch_tokens,
+            page_size=page_size,
         )
+        self.stats = EngineStats()
+        self._tasks = TaskCacheManager(self.pool)
+        self._scheduler = Scheduler(self._tasks, max_batch_tokens)
+        graphs = CudaGraphContext(cuda_graphs) if device.type == "cuda" else None
+        self._runner = ModelRunner(model.decoder, self._tasks, self.workspace, graphs)
+        self._numbers = itertools.count()
+        self._stepping = False
+        self._given_up: list[Request] = []
 
     def chat(
         self,
@@ -135,10 +175,12 @@ class Engine:
         *,
         max_tokens: int | None = None,
         stop_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
     ) -> Generation:
         """Continues a prompt.
 
-        All arguments are checked at once; the model runs as the result is iterated over.
+        All arguments are checked at once; the request joins the others as the result is first
+        iterated over (``submit``: at once).
 
         Args:
             prompt: Text, or token ids.
@@ -146,22 +188,182 @@ class Engine:
             max_tokens: Most tokens to make; None means until the context is full.
             stop_ids: Tokens that end the answer (themselves not part of it); None means the model's
                 own.
+            stop: Text that ends the answer, or several of them; itself not part of it.
 
         Returns:
             The answer, to iterate over: pieces of text, none of which splits a character. Without a
-            tokenizer the pieces are empty, one per token; read ``token_ids``.
+            tokenizer the pieces are empty, one per token; read ``token_ids``. Logits that are not
+            finite raise ValueError there, for this request alone.
 
         Raises:
             TypeError: A token id or ``max_tokens`` is no integer.
-            ValueError: The prompt is empty, holds an unknown token, or does not fit the context
-                together with ``max_tokens``.
-            RuntimeError: As many requests as the engine holds are under way (raised by the first
-                iteration).
+            ValueError: The prompt is empty, holds an unknown token, or does not fit the context or
+                the cache together with ``max_tokens``.
         """
-        where = "Engine.generate"
+        return Generation(
+            self, self._request("generate", prompt, sampling, max_tokens, stop_ids, stop)
+        )
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> Generation:
+        """As ``generate``, but the request takes part in all steps from now on.
+
+        Keep the result: a request ends when its Generation is dropped.
+        """
+        request = self._request("submit", prompt, sampling, max_tokens, stop_ids, stop)
+        self._enqueue(request)
+        return Generation(self, request)
+
+    def generate_batch(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> list[Generation]:
+        """Continues several prompts together, to the end.
+
+        Args:
+            prompts: The prompts.
+            sampling: For all prompts, or one for each.
+            max_tokens: As ``generate``.
+            stop_ids: As ``generate``.
+            stop: As ``generate``.
+
+        Returns:
+            The finished answers, in the order of the prompts. One whose logits were not finite has
+            the finish_reason "error".
+
+        Raises:
+            TypeError, ValueError: As ``generate``, before anything is computed.
+        """
+        where, prompts = "generate_batch", list(prompts)
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ValueError(
+                f"Engine.{where}: sampling must be one for all or one for each of the "
+                f"{len(prompts)} prompts, got {len(sampling)}"
+            )
+        answers = [
+            Generation(self, self._request(where, prompt, choice, max_tokens, stop_ids, stop))
+            for prompt, choice in zip(prompts, sampling, strict=True)
+        ]
+        for answer in answers:
+            self._enqueue(answer._request)
+        while any(answer.finish_reason is None for answer in answers):
+            self.step()
+        for answer in answers:
+            if answer.finish_reason != "error":
+                answer.read()
+        return answers
+
+    def step(self) -> bool:
+        """Runs the model once for the requests whose turn it is.
+
+        Returns:
+            Whether any request is still under way.
+        """
+        start = time.perf_counter()
+        self._stepping = True
+        try:
+            plan = self._scheduler.schedule()
+            if plan.decode or plan.prefill:
+                chosen, samples = self._run(plan)
+                self._book(plan, len(chosen), time.perf_counter() - start)
+                for chunk in plan.prefill:
+                    chunk.request.computed = chunk.end
+                for request, result in zip(chosen, samples, strict=True):
+                    self._accept(request, result)
+        finally:
+            self._stepping = False
+            while self._given_up:
+                self._scheduler.remove(self._given_up.pop())
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _run(self, plan: Plan) -> tuple[list[Request], list[Sample]]:
+        """Computes a plan; returns the requests that get a token, and the tokens."""
+        chosen, logits = list(plan.decode), []
+        if plan.decode:
+            logits.append(self._runner.decode(plan.decode))
+        if plan.prefill:
+            last = self._runner.prefill(plan.prefill)
+            logits.append(last)
+            chosen += [chunk.request for chunk in plan.prefill if chunk.last]
+        if not chosen:
+            return [], []
+        return chosen, sample(
+            logits[0] if len(logits) == 1 else torch.cat(logits),
+            [request.sampling for request in chosen],
+            [request.next_uniform() for request in chosen],
+        )
+
+    def _accept(self, request: Request, result: Sample) -> None:
+        request.computed = len(request.tokens)
+        if math.isfinite(result.top):
+            request.accept(result)
+            # Only now: K and V that lead to finite logits are fit to be shared.
+            self._tasks.task_record_hashes(request, request.tokens, request.computed)
+        else:
+            request.finish_reason = "error"
+            request.error = ValueError(
+                f"sample: logits must be finite, got a largest logit of {result.top}"
+            )
+        if request.finish_reason is not None:
+            self._scheduler.remove(request)
+
+    def _book(self, plan: Plan, tokens: int, seconds: float) -> None:
+        stats = self.stats
+        stats.steps += 1
+        stats.generated_tokens += tokens
+        stats.cached_tokens = self._scheduler.cached_tokens
+        stats.preemptions = self._scheduler.preemptions
+        if plan.prefill:
+            stats.prefill_tokens += sum(chunk.end - chunk.start for chunk in plan.prefill)
+            stats.prefill_seconds += seconds
+        else:
+            stats.decode_tokens += tokens
+            stats.decode_seconds += seconds
+        for request in (*plan.decode, *(chunk.request for chunk in plan.prefill)):
+            request.spend(seconds)
+
+    def _enqueue(self, request: Request) -> None:
+        """Gives a request to the scheduler, once."""
+        if request.number is None and request.finish_reason is None:
+            request.number = next(self._numbers)
+            self._scheduler.add(request)
+
+    def _cancel(self, request: Request) -> None:
+        if request.finish_reason is None:
+            request.finish_reason = "closed"
+            if self._stepping:  # the garbage collector came upon its Generation
+                self._given_up.append(request)
+            else:
+                self._scheduler.remove(request)
+
+    def _request(
+        self,
+        method: str,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None,
+        max_tokens: int | None,
+        stop_ids: Sequence[int] | None,
+        stop: str | Sequence[str],
+    ) -> Request:
+        """Checks a request's arguments."""
+        where = f"Engine.{method}"
         config = self.model.decoder.config
         ids = (
-            self._tokenizer("generate").encode(prompt)
+            self._tokenizer(method).encode(prompt)
             if isinstance(prompt, str)
             else [_integer(t, f"{where}: prompt") for t in prompt]
         )
@@ -172,98 +374,43 @@ class Engine:
             raise ValueError(
                 f"{where}: prompt must hold token ids below {config.vocab_size}, got {unknown[0]}"
             )
-        if max_tokens is not None and _integer(max_tokens, f"{where}: max_tokens") < 1:
-            raise ValueError(f"{where}: max_tokens must be at least 1, got {max_tokens}")
+        if max_tokens is not None:
+            max_tokens = _integer(max_tokens, f"{where}: max_tokens")
+            if max_tokens < 1:
+                raise ValueError(f"{where}: max_tokens must be at least 1, got {max_tokens}")
         # The last token made needs no cache slot: nothing is computed after it.
-        room = self.max_seq_len - len(ids) + 1
+        capacity = self.pool.capacity
+        room = capacity - len(ids) + 1
         if room < 1 or (max_tokens is not None and max_tokens > room):
+            what = "context" if capacity == self.max_seq_len else "KV cache"
             wanted = "" if max_tokens is None else f" and max_tokens {max_tokens}"
             raise ValueError(
-                f"{where}: prompt and max_tokens must fit the context of {self.max_seq_len} "
-                "tokens, "
-                f"got a prompt of {len(ids)} tokens{wanted}; shorten the prompt or make fewer "
-                "tokens"
+                f"{where}: prompt and max_tokens must fit the {what} of {capacity} tokens, got a "
+                f"prompt of {len(ids)} tokens{wanted}; shorten the prompt or make fewer tokens"
             )
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(text, str) and text for text in stops):
+            raise ValueError(f"{where}: stop must be strings that are not empty, got {stop!r}")
+        tokenizer = self._tokenizer(method) if stops else self.model.tokenizer
         limit, reason = (room, "context") if max_tokens is None else (max_tokens, "length")
-        stops = frozenset(
-            config.eos_token_ids
-            if stop_ids is None
-            else (_integer(t, f"{where}: stop_ids") for t in stop_ids)
+        return Request(
+            ids,
+            sampling or SamplingParams(),
+            limit=limit,
+            limit_reason=reason,
+            stop_ids=frozenset(
+                config.eos_token_ids
+                if stop_ids is None
+                else (_integer(t, f"{where}: stop_ids") for t in stop_ids)
+            ),
+            stop_strings=stops,
+            stream=None if tokenizer is None else tokenizer.stream(),
         )
-        sampling = sampling or SamplingParams()
-        # The generator function must know the object it reports to, which in turn iterates over it.
-        answer = Generation(ids, iter(()))
-        answer._steps = self._run(answer, sampling, limit, reason, stops)
-        return answer
-
-    def _run(
-        self,
-        answer: Generation,
-        sampling: SamplingParams,
-        limit: int,
-        limit_reason: str,
-        stops: frozenset[int],
-    ) -> Iterator[str]:
-        stream = self.model.tokenizer.stream() if self.model.tokenizer else None
-        random = sampling.generator()
-        row = self.pool.alloc_row()
-        try:
-            start = time.perf_counter()
-            token = sample(self._step(row, answer.prompt_ids, 0), sampling, random)
-            answer.prefill_seconds = time.perf_counter() - start
-            while token not in stops:
-                answer.token_ids.append(token)
-                last = len(answer.token_ids) == limit
-                yield from self._give(answer, stream, token)
-                if last:
-                    answer.finish_reason = limit_reason
-                    break
-                start = time.perf_counter()
-                position = len(answer.prompt_ids) + len(answer.token_ids) - 1
-                token = sample(self._step(row, [token], position), sampling, random)
-                answer.decode_seconds += time.perf_counter() - start
-                answer.decode_steps += 1
-            else:
-                answer.finish_reason = "stop"
-            rest = stream.end() if stream else ""
-            if rest:
-                answer.text += rest
-                yield rest
-        finally:
-            if answer.finish_reason is None:
-                answer.finish_reason = "closed"
-            self.pool.free_row(row)
-
-    @staticmethod
-    def _give(answer: Generation, stream: TextStream | None, token: int) -> Iterator[str]:
-        if stream is None:
-            yield ""
-            return
-        piece = stream.put(token)
-        if piece:
-            answer.text += piece
-            yield piece
-
-    @torch.no_grad()
-    def _step(self, row: int, ids: list[int], position: int) -> torch.Tensor:
-        """Appends ``ids`` at ``position`` of a row; returns the logits after the last."""
-        fwd = "prefill" if position == 0 else "decode"
-        cache = self.pool.bind_tasks(
-            [row], [position + len(ids)], self.workspace, start_pos=0 if fwd == "prefill" else None
-        )
-        logits = self.model.decoder(
-            self.workspace.fill_input_ids(ids),
-            positions=self.workspace.fill("position_ids", range(position, position + len(ids))),
-            kv_cache=cache,
-            fwd=fwd,
-            select=torch.tensor([len(ids) - 1], device=self.pool.k_buffer.device),
-        )
-        return logits[0]
 
     def _tokenizer(self, method: str):
         if self.model.tokenizer is None:
             raise ValueError(
-                f"Engine.{method}: the model must have a tokenizer, got none; pass token ids to "
-                "generate"
+                f"Engine.{method}: the model must have a tokenizer, got none; pass token ids and "
+                "no stop strings"
             )
         return self.model.tokenizer

@@ -1,11 +1,15 @@
-"""Choice of the next token from its logits."""
+"""Choice of the next tokens of a batch, on the device."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+_MASK64 = 2**64 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +23,14 @@ class SamplingParams:
         top_p: Draw from the smallest set of likeliest tokens whose probabilities sum to at least
             this (nucleus sampling, Holtzman et al. 2020); 1 means all. Applied after top_k.
         seed: Start of the random numbers; None takes a fresh one each time.
+        logprobs: Whether the log-probability of each chosen token is wanted.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -38,50 +44,122 @@ class SamplingParams:
                 f"SamplingParams: top_p must be above 0 and at most 1, got {self.top_p}"
             )
 
-    def generator(self) -> torch.Generator:
-        """Random numbers, on the CPU so that a seed means the same on every device."""
-        generator = torch.Generator("cpu")
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed)
-        return generator
+
+class Sample(NamedTuple):
+    """A chosen token.
+
+    Attributes:
+        token: Its id; without meaning if ``top`` is not finite.
+        top: The largest logit. NaN or +inf tells of a broken model, -inf of a row in which every
+            token is ruled out.
+        logprob: log softmax(logits)[token], whatever temperature, top_k and top_p are; NaN if it
+            was not asked for.
+    """
+
+    token: int
+    top: float
+    logprob: float
 
 
-def sample(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator) -> int:
-    """Chooses a token.
+def uniform(seed: int, index: int) -> float:
+    """The ``index``-th random number of a seed, a multiple of 2**-48 in [0, 1).
+
+    SplitMix64 (Steele, Lea and Flood 2014), whose state after n steps is known without taking them:
+    a request draws the same numbers alone, in any batch, and after it was put off.
+    """
+    state = (_mix(seed & _MASK64) + (index + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    return (_mix(state) >> 16) / 2**48
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> list[Sample]:
+    """Chooses one token in each row; one copy from the device for all of them.
 
     Args:
-        logits: ``[vocab]``, any floating dtype and device.
-        params: How to choose.
-        generator: CPU generator; not used if ``params.temperature`` is 0.
+        logits: ``[batch, vocab]``, any floating dtype and device.
+        params: How to choose, for each row.
+        uniforms: Each row's random number in [0, 1); unused in greedy rows. A row's result depends
+            on nothing but its own logits, params and number.
 
     Raises:
-        ValueError: A logit is NaN or +inf (a broken model), or all are -inf: no token could be
-            chosen honestly.
+        ValueError: Shapes do not fit together.
     """
-    if logits.dim() != 1 or logits.numel() == 0:
-        raise ValueError(f"sample: logits must be [vocab], got shape {tuple(logits.shape)}")
-    if params.temperature == 0:
-        best = logits.argmax()
-        top, token = torch.stack(
-            (logits[best].double(), best.double())
-        ).tolist()  # one copy from the device
-        if not math.isfinite(top):  # argmax takes a NaN or +inf for the largest
-            raise ValueError(f"sample: logits must be finite, got a largest logit of {top}")
-        return int(token)
-    wide = logits.detach().to("cpu", torch.float32)
-    top = wide.max().item()
-    if not math.isfinite(top):
-        raise ValueError(f"sample: logits must be finite, got a largest logit of {top}")
+    batch = len(params)
+    if logits.dim() != 2 or logits.shape[0] != batch or not logits.numel():
+        raise ValueError(
+            f"sample: logits must be [{batch}, vocab], got shape {tuple(logits.shape)}"
+        )
+    if len(uniforms) != batch:
+        raise ValueError(f"sample: uniforms must have {batch} numbers, got {len(uniforms)}")
+    top, tokens = logits.max(dim=-1)  # of equal logits, the first
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+    if drawn:
+        settings = _to_device(
+            [[row, *_setting(params[row], logits.shape[1]), uniforms[row]] for row in drawn],
+            logits.device,
+        )
+        rows = settings[:, 0].long()
+        cut = any(params[row].top_k or params[row].top_p < 1 for row in drawn)
+        tokens = tokens.index_copy(0, rows, _draw(logits[rows], settings[:, 1:], cut))
+    columns = [tokens.double(), top.double()]
+    if any(p.logprobs for p in params):
+        wide = logits.float()
+        chosen = wide.gather(1, tokens[:, None])[:, 0]
+        columns.append((chosen - wide.logsumexp(-1)).double())
+    results = torch.stack(columns, dim=1).tolist()
+    return [
+        Sample(int(row[0]), row[1], row[2] if p.logprobs else math.nan)
+        for p, row in zip(params, results, strict=True)
+    ]
+
+
+def _setting(params: SamplingParams, vocab: int) -> tuple[float, float, float]:
+    # A mass above 1 is never reached: no rounding of the sums can then cut a token off.
+    mass = params.top_p if params.top_p < 1 else 2.0
+    # A temperature that is 0 in fp32 would divide 0 by 0.
+    temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
+    return temperature, float(params.top_k or vocab), mass
+
+
+def _to_device(values: list[list[float]], device: torch.device) -> torch.Tensor:
+    host = torch.tensor(values, dtype=torch.float64)
+    if device.type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host
+
+
+def _draw(logits: torch.Tensor, settings: torch.Tensor, cut: bool) -> torch.Tensor:
+    """Draws from rows by inverting the distribution function, in the order of the vocabulary.
+
+    That order, and not that of the probabilities: two tokens that change places in the latter
+    because one logit was rounded otherwise would change the answer.
+
+    Args:
+        logits: ``[rows, vocab]``. Rows without a finite maximum give some token.
+        settings: fp64 ``[rows, 4]``: temperature, top_k, top_p, uniform number.
+        cut: Whether any row has a top_k or top_p.
+    """
+    temperature, top_k, top_p, number = (column[:, None] for column in settings.unbind(1))
+    logits = logits.float()
     # The largest is taken off first: a tiny temperature must not overflow to inf - inf.
-    scaled = (wide - top) / max(params.temperature, torch.finfo(torch.float32).tiny)
-    order = scaled.argsort(descending=True, stable=True)
-    if params.top_k:
-        order = order[: params.top_k]
-    probs = torch.softmax(scaled[order], dim=-1)
-    if params.top_p < 1:
-        before = probs.cumsum(-1) - probs  # the mass in front of each token; the first always stays
-        keep = int((before < params.top_p).sum())
-        order, probs = order[:keep], probs[:keep]
-    return int(order[torch.multinomial(probs, 1, generator=generator)])
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature.float()
+    if cut:
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[1], device=logits.device)
+        logits = logits.masked_fill(rank >= top_k, -math.inf)
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float64)
+    if cut:
+        before = probs.cumsum(-1) - probs  # the mass in front of each; the first always stays
+        probs = probs.masked_fill(before >= top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(1, order, probs)
+    mass = probs.cumsum(-1)
+    # The number is at most 1 - 2**-48, so the product is below the whole mass also when rounded.
+    tokens = (mass <= number * mass[:, -1:]).sum(-1)
+    return tokens.clamp_(max=logits.shape[1] - 1)  # rows of NaN

@@ -1,198 +1,438 @@
-// launch_decode against an fp64 reference. Needs a GPU.
+// launch_decode against an fp64 reference, feature by feature. Needs a GPU.
 #include <vector>
 
-#include "tests/kernels/attention/attention_case.h"
+#include "tests/kernels/attention/decode_run.h"
 
 namespace astrai::attention {
 namespace {
 
-const std::vector<int> kHeadDims = {64, 128, 256};
+struct Dims {
+  int qk;
+  int v;
+};
+const std::vector<Dims> kKernelDims = {{64, 64},   {96, 96},   {128, 128},
+                                       {192, 128}, {192, 192}, {256, 256}};
 const std::vector<MaskKind> kMasks = {MaskKind::kNone, MaskKind::kBatchKv, MaskKind::kBatchQKv,
                                       MaskKind::kBatchHeads1Kv, MaskKind::kFull};
 const std::vector<Layout> kLayouts = {Layout::kContiguous, Layout::kHeadsFirst,
                                       Layout::kInterleaved, Layout::kPadded};
 
-Options decode_options() {
-  Options options;
-  options.decode = true;
-  return options;
+Problem with_dims(const Dims& dims) {
+  Problem p;
+  p.head_dim = dims.qk;
+  p.v_head_dim = dims.v;
+  return p;
 }
 
 ASTRAI_TEST(every_group_size) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    for (const int group : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 33, 64}) {
-      const int kv_heads = group > 16 ? 1 : 2;
-      run_both(rng, {2, 1, 333, group * kv_heads, kv_heads, head_dim}, decode_options());
+  for (const Dims& dims : kKernelDims) {
+    for (int group = 1; group <= 16; ++group) {
+      Problem p = with_dims(dims);
+      p.kv_heads = group > 8 ? 1 : 2;
+      p.q_heads = group * p.kv_heads;
+      p.kv_lens = {static_cast<int>(rng.integer(100, 300))};
+      run_decode_both(rng, p);
     }
+  }
+}
+
+ASTRAI_TEST(every_head_dim) {
+  Rng rng;
+  for (int dim = 8; dim <= 256; dim += 8) {
+    Problem p;
+    p.head_dim = dim;
+    p.kv_lens = {70, 33};
+    p.packed_kv = true;
+    p.fp8 = rng.coin();
+    run_decode_both(rng, p);
+    p.fp8 = !p.fp8;
+    p.page_size = 8;
+    run_decode_both(rng, p);
   }
 }
 
 ASTRAI_TEST(every_length_near_tile_edges) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    for (const int kv_len :
-         {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 193, 1000}) {
-      run_both(rng, {2, 1, kv_len, 8, 2, head_dim}, decode_options());
+  for (const Dims& dims : kKernelDims) {
+    Problem p = with_dims(dims);
+    for (const int kv_len : {1, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 191, 193, 400}) {
+      p.kv_lens = {kv_len};
+      p.fp8 = rng.coin();
+      run_decode_both(rng, p);
+    }
+  }
+}
+
+ASTRAI_TEST(e4m3_keys_and_values) {
+  Rng rng;
+  for (const Dims& dims : kKernelDims) {
+    for (const bool pointers : {false, true}) {
+      Problem p = with_dims(dims);
+      p.fp8 = true;
+      p.kv_lens = {150, 77};
+      p.packed_kv = true;
+      p.page_size = pointers ? 16 : 0;
+      p.k_scale = 0.7f;
+      p.v_scale = 1.6f;
+      p.scale_pointers = pointers;
+      run_decode_both(rng, p);
     }
   }
 }
 
 ASTRAI_TEST(masks_of_every_rank_combine_with_causal) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
+  for (const Dims& dims : kKernelDims) {
     for (const MaskKind mask : kMasks) {
-      for (const bool aligned : {false, true}) {
-        Options options = decode_options();
-        options.mask = mask;
-        options.mask_rows_aligned = aligned;
-        options.causal = rng.coin();  // no effect on the last position
-        run_both(rng, {3, 1, static_cast<int>(rng.integer(1, 700)), 12, 3, head_dim}, options);
-      }
+      Problem p = with_dims(dims);
+      p.q_heads = 6;
+      p.mask = mask;
+      p.mask_short = rng.coin() ? 0 : static_cast<int>(rng.integer(0, 3));
+      p.q_lens = std::vector<int>(2, static_cast<int>(rng.integer(1, 5)));
+      p.kv_lens = std::vector<int>(2, static_cast<int>(rng.integer(1, 300)));
+      p.causal = rng.coin();
+      run_decode_both(rng, p);
     }
+  }
+}
+
+ASTRAI_TEST(windows_hide_keys_on_both_sides) {
+  Rng rng;
+  for (const int left : {-1, 0, 5, 40, 1000}) {
+    for (const int right : {-1, 0, 2}) {
+      Problem p;
+      p.q_heads = 4;
+      p.window_left = left;
+      p.window_right = right;
+      p.q_lens = {4, 1, 7};
+      p.packed_q = true;
+      p.kv_lens = {100, 222, 5};
+      p.packed_kv = true;
+      p.page_size = rng.coin() ? 4 : 0;
+      run_decode_both(rng, p);
+      run_decode_both(rng, p, {false, 7, 1, true});
+    }
+  }
+}
+
+ASTRAI_TEST(softcap_and_sinks) {
+  Rng rng;
+  for (const float softcap : {0.0f, 1.5f, 30.0f}) {
+    for (const bool sinks : {false, true}) {
+      Problem p;
+      p.softcap = softcap;
+      p.sinks = sinks;
+      p.q_magnitude = 4.0;
+      p.q_lens = {2, 2};
+      p.kv_lens = {130, 0};
+      p.packed_kv = true;
+      for (const int shift : {0, 1}) {
+        p.shift = shift;
+        run_decode_both(rng, p);
+      }
+      p.shift = 0;
+      run_decode_both(rng, p, {false, 3, 1, true});
+    }
+  }
+}
+
+// cases.md C11: groups that are no power of two.
+ASTRAI_TEST(case_c11_sinks_are_those_of_the_query_head) {
+  Rng rng;
+  for (const int group : {1, 2, 3, 4, 5, 6, 7, 8, 12, 16}) {
+    Problem p;
+    p.kv_heads = 3;
+    p.q_heads = group * 3;
+    p.kv_lens = {20};
+    p.sinks = true;
+    p.lse = rng.coin();
+    run_decode_both(rng, p);
   }
 }
 
 ASTRAI_TEST(strided_and_interleaved_views) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    for (const Layout layout : kLayouts) {
-      Options options = decode_options();
-      options.layout = layout;
-      run_both(rng, {3, 1, 211, 8, 4, head_dim}, options);
+  for (const Layout layout : kLayouts) {
+    for (const int page_size : {0, 16}) {
+      Problem p;
+      p.head_dim = rng.coin() ? 64 : 128;
+      p.kv_heads = 4;
+      p.layout = layout;
+      p.page_size = page_size;
+      p.kv_lens = {211, 211};
+      p.q_lens = {2, 2};
+      run_decode_both(rng, p);
     }
   }
 }
 
-// Rows that are not 16-byte aligned take the scalar kernel.
+// Rows that are not 16-byte aligned take the scalar kernel, with every feature.
 ASTRAI_TEST(misaligned_rows_give_the_right_result) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    for (const int shift : {1, 3, 4}) {
-      Options options = decode_options();
-      options.shift = shift;
-      options.mask = MaskKind::kFull;
-      options.layout = rng.pick(kLayouts);
-      run_both(rng, {2, 1, 150, 6, 2, head_dim}, options);
+  for (const int shift : {1, 3, 4}) {
+    for (const bool fp8 : {false, true}) {
+      Problem p;
+      p.head_dim = rng.pick(std::vector<int>{64, 72, 256});
+      p.fp8 = fp8;
+      p.k_scale = 0.5f;
+      p.shift = shift;
+      p.mask = MaskKind::kFull;
+      p.layout = rng.pick(kLayouts);
+      p.q_heads = 6;
+      p.q_lens = {2, 1};
+      p.packed_q = true;
+      p.kv_lens = {60, 31};
+      p.packed_kv = true;
+      p.page_size = 4;
+      p.holes = 0.1;
+      p.append = true;
+      p.window_left = 40;
+      p.sinks = true;
+      run_decode_both(rng, p);
     }
   }
 }
 
-// cases.md C13: more splits than key tiles leave empty partial results.
-ASTRAI_TEST(case_c13_empty_splits_have_no_weight) {
+// cases.md C5: zero-length keys, between others.
+ASTRAI_TEST(case_c5_requests_without_keys_or_queries) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    for (const int kv_len : {1, 63, 64, 65, 1025}) {
-      for (const int splits : {2, 3, 128, 200}) {
-        Options options = decode_options();
-        options.splits = splits;
-        run_both(rng, {2, 1, kv_len, 8, 2, head_dim}, options);
-        options.mask = MaskKind::kFull;
-        run_both(rng, {2, 1, kv_len, 8, 2, head_dim}, options);
+  for (const Dims& dims : kKernelDims) {
+    for (const bool sinks : {false, true}) {
+      Problem p = with_dims(dims);
+      p.kv_lens = {5, 0, 7};
+      p.packed_kv = true;
+      p.sinks = sinks;
+      p.q_lens = {1, 1, 1};
+      run_decode_both(rng, p);
+      run_decode_both(rng, p, {true, 0, 1, true});
+      p.q_lens = {2, 0, 1};
+      p.packed_q = true;
+      run_decode_both(rng, p);
+      p.shift = 1;
+      run_decode_both(rng, p);
+    }
+  }
+  Problem none;
+  none.kv_lens = {0, 0};
+  none.q_lens = {1, 1};
+  run_decode_both(rng, none);
+  none.page_size = 16;
+  run_decode_both(rng, none);
+}
+
+// cases.md C8: the diagonal is aligned to the bottom right; rows above it see nothing.
+ASTRAI_TEST(case_c8_causal_with_any_lengths) {
+  Rng rng;
+  for (const Dims& lens : std::vector<Dims>{{3, 128}, {16, 3}, {1, 1}, {5, 5}, {8, 65}}) {
+    for (const int shift : {0, 1}) {
+      Problem p;
+      p.q_heads = p.kv_heads = 2;
+      p.q_lens = {lens.qk};
+      p.kv_lens = {lens.v};
+      p.causal = true;
+      p.shift = shift;
+      run_decode_both(rng, p);
+    }
+  }
+}
+
+// cases.md C13: more workers than units of keys.
+ASTRAI_TEST(case_c13_more_workers_than_keys) {
+  Rng rng;
+  for (const Dims& dims : kKernelDims) {
+    for (const int kv_len : {1, 63, 64, 65, 513}) {
+      for (const int workers : {1, 2, 5, 128}) {
+        Problem p = with_dims(dims);
+        p.kv_lens = {kv_len, kv_len};
+        p.q_lens = {1, 1};
+        p.mask = rng.coin() ? MaskKind::kFull : MaskKind::kNone;
+        run_decode<__nv_bfloat16>(rng, p, {false, workers, 1, true});
       }
     }
   }
 }
 
-ASTRAI_TEST(no_keys_give_zero_and_minus_infinity) {
+// cases.md C15: split keys for every number of queries.
+ASTRAI_TEST(case_c15_several_queries_equal_the_unsplit_result) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    run_both(rng, {3, 1, 0, 8, 2, head_dim}, decode_options());
-    Options options = decode_options();
-    options.splits = 4;
-    run_both(rng, {3, 1, 0, 8, 2, head_dim}, options);
-    options.shift = 1;
-    options.splits = 0;
-    run_both(rng, {3, 1, 0, 8, 2, head_dim}, options);
+  for (const int q_len : {2, 4, 8, 16}) {
+    for (const int batch : {1, 2, 9}) {
+      Problem p;
+      p.kv_heads = 2;
+      p.q_heads = 2 * std::max(1, 16 / q_len);
+      p.q_lens = std::vector<int>(batch, q_len);
+      p.packed_q = true;
+      p.kv_lens.clear();
+      for (int b = 0; b < batch; ++b) {
+        p.kv_lens.push_back(static_cast<int>(rng.integer(q_len, batch == 1 ? 3000 : 700)));
+      }
+      p.packed_kv = true;
+      p.page_size = 16;
+      p.causal = true;
+      p.append = true;
+      run_decode_both(rng, p);
+      run_decode_both(rng, p, {false, 5, 1, true});
+      run_decode_both(rng, p, {false, 0, 1, false});
+    }
   }
 }
 
-ASTRAI_TEST(long_keys_with_planned_splits) {
+ASTRAI_TEST(too_little_workspace_means_fewer_splits) {
   Rng rng;
-  for (const int head_dim : kHeadDims) {
-    run_both(rng, {1, 1, 5000, 8, 1, head_dim}, decode_options());
-    run_both(rng, {1, 1, static_cast<int>(rng.integer(8000, 20000)), 4, 2, head_dim},
-             decode_options());
-    run_both(rng, {40, 1, 700, 16, 8, head_dim}, decode_options());
+  Problem p;
+  p.kv_lens = {3000, 200};
+  p.q_lens = {1, 1};
+  p.packed_kv = true;
+  AttentionProblem<__half> test(rng, p);
+  for (const size_t bytes : {size_t{0}, size_t{1000}, size_t{30000}, size_t{100000}}) {
+    test.run([&](const AttentionParams& params) {
+      DeviceBuffer<uint8_t> workspace(bytes);
+      const cudaError_t error = launch_decode(params, bytes == 0 ? nullptr : workspace.data(),
+                                              bytes, cudaStream_t{nullptr});
+      REQUIRE_CUDA(cudaDeviceSynchronize());
+      return error;
+    });
+    test.check(rng);
   }
-}
-
-// cases.md D5 (forward): more (batch, head) pairs than fit 16 bits.
-ASTRAI_TEST(case_d5_many_batches) {
-  Rng rng;
-  Options options = decode_options();
-  run_case<__nv_bfloat16>(rng, {8300, 1, 3, 16, 16, 64}, options);
-  run_case<__nv_bfloat16>(rng, {70000, 1, 2, 2, 1, 64}, options);
+  test.run([&](AttentionParams params) {
+    if (choose_variant(params) == Variant::kScalar) return cudaSuccess;  // needs no workspace
+    params.deterministic = true;
+    DeviceBuffer<uint8_t> workspace(1000);
+    EXPECT_EQ(launch_decode(params, workspace.data(), 1000, cudaStream_t{nullptr}),
+              cudaErrorInvalidValue);
+    return cudaSuccess;
+  });
 }
 
 ASTRAI_TEST(scale_of_any_sign) {
   Rng rng;
   for (const double scale : {-0.2, 1e-30, 0.9}) {
     for (const int shift : {0, 1}) {
-      Options options = decode_options();
-      options.scale = scale;
-      options.shift = shift;
-      options.mask = MaskKind::kBatchKv;
-      run_both(rng, {2, 1, 300, 8, 2, 128}, options);
+      Problem p;
+      p.head_dim = 128;
+      p.scale = scale;
+      p.shift = shift;
+      p.kv_lens = {300};
+      p.fp8 = rng.coin();
+      run_decode_both(rng, p);
     }
   }
 }
 
-ASTRAI_TEST(random_shapes) {
+// cases.md D5 (forward): more (request, head) pairs than fit 16 bits.
+ASTRAI_TEST(case_d5_many_requests) {
   Rng rng;
-  for (int n = 0; n < 60; ++n) {
-    Options options = decode_options();
-    options.mask = rng.pick(kMasks);
-    options.mask_rows_aligned = rng.coin();
-    options.layout = rng.pick(kLayouts);
-    options.lse = rng.coin();
-    options.causal = rng.coin();
-    options.shift = rng.integer(0, 5) == 0 ? 1 : 0;
-    options.splits = rng.coin() ? 0 : static_cast<int>(rng.integer(1, 20));
-    if (options.shift != 0) options.splits = 0;
-    const int kv_heads = static_cast<int>(rng.integer(1, 5));
-    const int group = static_cast<int>(rng.integer(1, 20));
-    run_both(rng,
-             {static_cast<int>(rng.integer(1, 6)), 1, static_cast<int>(rng.integer(0, 900)),
-              kv_heads * group, kv_heads, rng.pick(kHeadDims)},
-             options);
+  Problem p;
+  p.q_heads = p.kv_heads = 16;
+  p.kv_lens = std::vector<int>(5000, 3);
+  p.q_lens = std::vector<int>(5000, 1);
+  run_decode<__nv_bfloat16>(rng, p);
+  p.q_heads = 2;
+  p.kv_heads = 1;
+  p.kv_lens.assign(3000, 0);
+  for (int& length : p.kv_lens) length = static_cast<int>(rng.integer(0, 5));
+  p.q_lens.assign(3000, 1);
+  for (int& length : p.q_lens) length = static_cast<int>(rng.integer(0, 2));
+  p.packed_q = p.packed_kv = true;
+  run_decode<__nv_bfloat16>(rng, p);
+}
+
+// Clusters of blocks, with more and fewer workers than pairs.
+ASTRAI_TEST(clusters_merge_their_blocks_and_each_other) {
+  if (!device_has_clusters()) SKIP_CASE("needs sm_90 and code for it");
+  Rng rng;
+  for (const Dims& dims : kKernelDims) {
+    for (const int cluster_blocks : {2, 4, 8}) {
+      for (const int workers : {1, 2, 5}) {
+        Problem p = with_dims(dims);
+        p.q_heads = 2 * static_cast<int>(rng.integer(1, 5));
+        p.q_lens = {3, 2};
+        p.packed_q = true;
+        p.kv_lens = {static_cast<int>(rng.integer(300, 1500)),
+                     static_cast<int>(rng.integer(2, 60))};
+        p.packed_kv = true;
+        p.page_size = rng.coin() ? 16 : 0;
+        p.append = p.page_size > 0;
+        p.fp8 = rng.coin();
+        run_decode_both(rng, p, {false, workers, cluster_blocks, true});
+      }
+    }
   }
 }
 
-ASTRAI_TEST(too_little_workspace_means_fewer_splits) {
+Problem random_problem(Rng& rng) {
+  Problem p;
+  const Dims dims = rng.pick(kKernelDims);
+  p.head_dim = dims.qk;
+  p.v_head_dim = dims.v;
+  if (rng.integer(0, 2) == 0) {
+    p.head_dim = static_cast<int>(rng.integer(1, 32)) * 8;
+    p.v_head_dim = 0;
+  }
+  p.kv_heads = static_cast<int>(rng.integer(1, 4));
+  const int group = static_cast<int>(rng.integer(1, 16));
+  p.q_heads = p.kv_heads * group;
+  const int most_q = 16 / group;
+  const int batch = static_cast<int>(rng.integer(1, 6));
+  const int most_kv = rng.pick(std::vector<int>{20, 130, 700});
+  p.packed_q = rng.coin();
+  p.packed_kv = rng.coin();
+  const int q_len = static_cast<int>(rng.integer(1, most_q));
+  const int kv_len = static_cast<int>(rng.integer(0, most_kv));
+  p.q_lens.assign(batch, q_len);
+  p.kv_lens.assign(batch, kv_len);
+  for (int b = 0; b < batch; ++b) {
+    if (p.packed_q) p.q_lens[b] = static_cast<int>(rng.integer(0, most_q));
+    if (p.packed_kv) p.kv_lens[b] = static_cast<int>(rng.integer(0, most_kv));
+  }
+  if (p.most_q() == 0) p.q_lens[0] = 1;
+  p.spare_kv_len = p.packed_kv ? static_cast<int>(rng.integer(0, 1) * 5000) : 0;
+  if (rng.coin()) {
+    p.page_size = 1 << rng.integer(0, 8);
+    p.table_rows = rng.coin();
+    p.holes = rng.integer(0, 2) == 0 ? 0.1 : 0.0;
+    p.append = rng.coin();
+  }
+  p.fp8 = rng.coin();
+  if (p.fp8 && rng.coin()) {
+    p.k_scale = 0.8f;
+    p.v_scale = 1.3f;
+    p.scale_pointers = rng.coin();
+  }
+  p.layout = rng.pick(kLayouts);
+  if (p.v_dim() != p.head_dim && p.layout == Layout::kInterleaved) p.layout = Layout::kPadded;
+  p.shift = rng.integer(0, 9) == 0 ? 1 : 0;
+  p.causal = rng.coin();
+  if (rng.integer(0, 3) == 0) p.window_left = static_cast<int>(rng.integer(0, most_kv));
+  if (rng.integer(0, 3) == 0) p.window_right = static_cast<int>(rng.integer(0, 10));
+  if (rng.integer(0, 3) == 0) p.softcap = 5.0f;
+  p.sinks = rng.integer(0, 3) == 0;
+  if (rng.integer(0, 3) == 0) {
+    p.mask = rng.pick(kMasks);
+    p.mask_short = rng.coin() ? 0 : static_cast<int>(rng.integer(0, 5));
+  }
+  p.lse = rng.integer(0, 3) != 0;
+  return p;
+}
+
+ASTRAI_TEST(random_problems) {
   Rng rng;
-  const Shape shape = {1, 1, 4096, 8, 1, 128};
-  DeviceInfo device;
-  REQUIRE_CUDA(current_device_info(&device));
-  DenseParams p;
-  p.batch = 1;
-  p.q_len = 1;
-  p.kv_len = shape.kv_len;
-  p.q_heads = shape.q_heads;
-  p.kv_heads = shape.kv_heads;
-  p.head_dim = shape.head_dim;
-  p.scale = 0.1f;
-  p.q = p.k = p.v = {nullptr, 0, shape.head_dim, shape.head_dim};
-  p.out_head_stride = shape.head_dim;
-  DeviceBuffer<__nv_bfloat16> q(random_normal<__nv_bfloat16>(rng, 8 * 128));
-  DeviceBuffer<__nv_bfloat16> k(random_normal<__nv_bfloat16>(rng, 4096 * 128));
-  DeviceBuffer<__nv_bfloat16> v(random_normal<__nv_bfloat16>(rng, 4096 * 128));
-  p.q.data = q.data();
-  p.k.data = k.data();
-  p.v.data = v.data();
-  std::vector<double> first;
-  const size_t best = 1 << 20;
-  for (const size_t bytes : {size_t{0}, size_t{5000}, size_t{20000}, best}) {
-    DeviceBuffer<uint8_t> workspace(bytes);
-    DeviceBuffer<__nv_bfloat16> out(8 * 128);
-    p.out = out.data();
-    REQUIRE_CUDA(launch_decode(p, bytes == 0 ? nullptr : workspace.data(), bytes, nullptr));
-    REQUIRE_CUDA(cudaDeviceSynchronize());
-    const std::vector<__nv_bfloat16> result = out.download();
-    if (first.empty()) {
-      for (const __nv_bfloat16 x : result) first.push_back(to_double(x));
+  const bool clusters = device_has_clusters();
+  for (int n = 0; n < 150; ++n) {
+    const Problem p = random_problem(rng);
+    DecodeRun run;
+    run.deterministic = rng.integer(0, 4) == 0;
+    run.workspace = run.deterministic || rng.integer(0, 4) != 0;
+    if (p.shift == 0 && !run.deterministic && rng.coin()) {
+      run.workers = static_cast<int>(rng.integer(1, 40));
+      if (clusters) run.cluster_blocks = 1 << rng.integer(0, 3);
     }
-    EXPECT_CLOSE(result, first, 8e-3, 1e-2);
+    if (rng.coin()) {
+      run_decode<__nv_bfloat16>(rng, p, run);
+    } else {
+      run_decode<__half>(rng, p, run);
+    }
   }
 }
 

@@ -165,9 +165,9 @@ def test_what_cuda_takes(kernels):
         return resolve("attention", q, k, v, **kwargs).record.name
 
     bf16 = {"dtype": torch.bfloat16}
-    for head_dim in (64, 128, 256):
+    for head_dim in (8, 64, 80, 128, 256):
         assert name(*qkv(1, 3, 5, 4, 2, head_dim, **bf16)) == "cuda"
-    for head_dim in (32, 80, 96):
+    for head_dim in (4, 36, 264):
         assert name(*qkv(1, 3, 5, 4, 2, head_dim, **bf16)) == "torch_native"
     assert name(*qkv(1, 1, 5, 4, 2, 64, dtype=torch.float16)) == "cuda"
     assert name(*qkv(1, 1, 5, 4, 2, 64, dtype=torch.float32)) == "torch_native"
@@ -184,15 +184,17 @@ def test_what_cuda_takes(kernels):
 
 
 @pytest.mark.parametrize("fwd", ["prefill", "decode"])
-def test_cuda_takes_contiguous_caches_of_its_dtype(kernels, fwd):
+def test_cuda_takes_caches_of_its_dtype_or_float8(kernels, fwd):
     lens = [4, 4]
     q_lens = [1, 1] if fwd == "decode" else [2, 2]
     for contiguous, dtype, expected in [
         (True, torch.bfloat16, "cuda"),
-        (False, torch.bfloat16, "torch_native"),
+        (False, torch.bfloat16, "cuda"),
+        (True, torch.float8_e4m3fn, "cuda"),
         (True, torch.float32, "torch_native"),
     ]:
-        cache, keys, values = make_cache(lens, q_lens, contiguous=contiguous, dtype=dtype)
+        cache, keys, values = make_cache(lens, q_lens, contiguous=contiguous)
+        cache.k_buffer, cache.v_buffer = cache.k_buffer.to(dtype), cache.v_buffer.to(dtype)
         q, k, v = (x.bfloat16() for x in packed_call(cache, keys, values, q_lens, 4, 0))
         found = resolve("attention", q, k, v, cache, 0, None, True, fwd)
         assert found.record.name == expected, (contiguous, dtype)
@@ -202,6 +204,7 @@ def test_flash_never_gets_a_mask(call, kernels, monkeypatch):
     monkeypatch.setattr(FlashAttnBackend, "available", classmethod(lambda cls: True))
     monkeypatch.setattr(attention_flash, "_works_on", lambda index: True)
     q, k, v = qkv(1, 3, 5, 4, 2, 80, dtype=torch.bfloat16)
+    q.requires_grad_()  # which the kernels do not take
     assert resolve("attention", q, k, v, is_causal=True).record.name == "flash"
     flash = AttentionBackendFactory.create("flash")
     for shape in ((1, 5), (1, 3, 5), (1, 1, 3, 5)):
@@ -305,9 +308,9 @@ def test_packed_call_needs_its_cache_and_mode():
 
 
 def test_explain_names_the_reasons(call, kernels):
-    q, k, v = qkv(1, 3, 5, 4, 2, 80, dtype=torch.float32)
+    q, k, v = qkv(1, 3, 5, 4, 2, 36, dtype=torch.float32)
     text = explain("attention", q, k, v)
     assert "cuda: reject (needs dtype in {bfloat16, float16}, got float32" in text
-    assert "needs head_dim in {64, 128, 256}, got 80" in text
+    assert "needs head_dim a multiple of 8 up to 256" in text
     assert text.endswith("=> torch_native (origin=fallback)")
     assert explain("attention", *call).endswith("=> cuda (origin=chain)")

@@ -84,7 +84,7 @@ def test_cuda_selection_traces_without_a_gpu(dynamic, monkeypatch):
             "kernel_loaded": True,
         }
 
-    def stand_in(q, k, v, mask, is_causal, *, scale, return_lse, out):
+    def stand_in(q, k, v, mask, is_causal, *, scale, return_lse, window, softcap, sinks):
         return q * 5
 
     monkeypatch.setattr(family, "axes", on_gpu)
@@ -96,7 +96,7 @@ def test_cuda_selection_traces_without_a_gpu(dynamic, monkeypatch):
         q, k, v = qkv(2, q_len, 9, 4, 2, 64, dtype=torch.bfloat16)
         for mask in (None, torch.ones(2, 9, dtype=torch.bool)):
             assert torch.equal(traced(q, k, v, mask), q * 5)
-    q, k, v = qkv(2, 3, 9, 4, 2, 80, dtype=torch.bfloat16)
+    q, k, v = qkv(2, 3, 9, 4, 2, 36, dtype=torch.bfloat16)
     assert not torch.equal(traced(q, k, v, None), q * 5)
 
 

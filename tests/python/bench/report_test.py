@@ -7,17 +7,19 @@ import sys
 import pytest
 from absl import flags
 
-from tools.bench import plot, report, results
+from tools.bench import attention_rows, bench_engine, plot, report, results
 
 PAGE = f"# Results\n\nby hand\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n"
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
 def line(op="decode", peer="cudnn", us=40.0, peer_us=34.0, variant="dense", **shape):
-    defaults = {"prefill": report.bench_attention.PREFILL_DEFAULTS}.get(
-        op, report.bench_attention.DECODE_DEFAULTS
-    )
-    shape = {**defaults, **shape}
+    defaults = {
+        **attention_rows.DEFAULTS,
+        "engine": {**bench_engine.DEFAULTS, "part": variant},
+        "rope_append_kv": report.bench_rope_append.DEFAULTS,
+    }
+    shape = {**defaults[op], **shape}
     row = results.Row(
         op=op,
         shape=shape,
@@ -100,6 +102,45 @@ def test_rotary_keeps_inplace_apart():
         ["interleaved", "no"],
         ["half_split", "yes"],
     ]
+
+
+def test_paged_rows_are_told_apart_by_their_variant():
+    shapes = [{"page_size": 1}, {"q_len": 4}, {"cache": "e4m3"}, {"ragged": True}]
+    rows = [{**attention_rows.PAGED_DECODE_DEFAULTS, **shape} for shape in shapes]
+    text = report.tables(
+        [
+            line("paged_decode", variant=attention_rows.variant("paged_decode", row), **row)
+            for row in rows
+        ]
+    )
+    header, *body = cells(text)
+    assert header[:2] == ["variant", "us"]
+    assert [row[0] for row in body] == ["page1", "page16 q_len4", "page16 e4m3", "page16 ragged"]
+
+
+def test_the_engines_table_has_tokens_per_second():
+    text = report.tables(
+        [
+            line("engine", "transformers", us=2e6, peer_us=4e6, variant="generate", batch=8),
+            line("engine", "transformers", us=1e4, peer_us=2e4, variant="decode_step", batch=8),
+            line("engine", "astrai_step", us=9e3, peer_us=1e4, variant="kernels", batch=8),
+        ]
+    )
+    header, *body = cells(text)
+    assert header[:3] == ["variant", "tokens/s", "us"]
+    assert [row[:2] for row in body] == [
+        ["generate", "512"],
+        ["decode_step", "800"],
+        ["kernels", "-"],
+    ]
+    assert "Goals: engine, the best peer: 1 held, 0 missed." in text
+
+
+def test_goals_are_counted_above_each_table():
+    text = report.tables([line(batch=1), line(batch=2, us=10.0, peer_us=11.0)])
+    assert "Goals: decode, the best peer: 0 held, 2 missed." in text
+    small = line("rope_append_kv", "flashinfer", us=2.0, peer_us=5.0, tokens=64)
+    assert "rope_append_kv, time: 1 held, 0 missed." in report.tables([small])
 
 
 def test_host_times_have_a_table_of_their_own():
@@ -200,7 +241,7 @@ def test_nothing_is_written_if_a_row_is_at_fault(tmp_path):
 
 @pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib is not installed")
 def test_charts_of_a_full_table_are_small_and_linked(tmp_path):
-    table = report.bench_attention.PREFILL_TABLE
+    table = attention_rows.TABLES["prefill"]
     rows = [
         line("prefill", peer, 40.0 + i, 20.0 + 2 * i, "causal" if s["causal"] else "full", **s)
         for i, s in enumerate(table)

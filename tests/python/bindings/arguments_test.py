@@ -14,11 +14,11 @@ import torch
 from astrai.extension.errors import ShapeError
 from tests.python.ops.bad_arguments import (
     ATTENTION,
-    NEED_TWO_DEVICES,
     ROTARY,
     Make,
     good_attention,
     good_rotary,
+    needs_two_devices,
 )
 
 pytestmark = pytest.mark.usefixtures("path")
@@ -27,8 +27,14 @@ CPU = Make("cpu")
 NAMES = ("attn_decode", "attn_prefill")
 
 
-def attention(name, q, k, v, mask=None, is_causal=False, scale=None, out=None, lse=None):
-    return probe.attention_params(name, q, k, v, mask, is_causal, scale, out, lse)
+def on_one_device(cases):
+    return [name for name in cases if not needs_two_devices(name)]
+
+
+def attention(name, q, k, v, mask=None, is_causal=False, scale=None, out=None, lse=None, **more):
+    defaults = {"window": (-1, -1), "softcap": 0.0, "sinks": None, "k_scale": None, "v_scale": None}
+    features = (defaults | more).values()
+    return probe.dense_params(name, q, k, v, mask, is_causal, scale, *features, out, lse)
 
 
 def embed(q, k, cos_sin_cache, positions, interleaved=False, rotary_dim=None, inplace=True):
@@ -39,7 +45,7 @@ def embed(q, k, cos_sin_cache, positions, interleaved=False, rotary_dim=None, in
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", sorted(set(ATTENTION) - NEED_TWO_DEVICES - {"group"}))
+@pytest.mark.parametrize("case", [name for name in on_one_device(ATTENTION) if name != "group"])
 def test_attention_refuses(name, case):
     change, error, text = ATTENTION[case]
     good = good_attention(CPU)
@@ -50,7 +56,7 @@ def test_attention_refuses(name, case):
     assert torch.equal(args["out"], before)
 
 
-@pytest.mark.parametrize("case", sorted(set(ROTARY) - NEED_TWO_DEVICES))
+@pytest.mark.parametrize("case", on_one_device(ROTARY))
 @pytest.mark.parametrize("inplace", [False, True])
 def test_rotary_refuses(case, inplace):
     change, error, text = ROTARY[case]
@@ -71,7 +77,7 @@ def test_attention_params():
     out, lse = torch.empty(3, 2, 4, 128).bfloat16().transpose(0, 1), torch.empty(2, 3, 4)
     params = attention("attn_prefill", q, k, v, None, True, 0.25, out, lse)
     assert params["dtype"] == "bfloat16"
-    assert params["sizes"] == (2, 3, 3, 4, 2, 128)
+    assert params["sizes"] == (2, 3, 3, 4, 2, 128, 128)
     batch, token = 3 * 5 * 4 * 128, 5 * 4 * 128
     assert params["q"] == (q.data_ptr(), batch, token, 128)
     assert params["k"] == (k.data_ptr(), batch, token, 256)
@@ -79,10 +85,45 @@ def test_attention_params():
     assert params["out"] == (out.data_ptr(), 4 * 128, 2 * 4 * 128, 128)
     assert params["lse"] == lse.data_ptr()
     assert (params["scale"], params["causal"], params["why_not"]) == (0.25, True, "")
-    assert params["mask"] == (0, 0, 0, 0)
+    assert params["mask"] == (0, 0, 0, 0, 0, 0)
+    assert params["window"] == (-1, -1)
+    assert params["steps"] == (1.0, 1.0, 0, 0)
+    assert (params["softcap"], params["sinks"], params["kv_dtype"]) == (0.0, 0, "bfloat16")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_feature_params():
+    q, k = CPU.randn(2, 3, 4, 64), CPU.randn(2, 9, 2, 64).to(torch.float8_e4m3fn)
+    sinks, step = torch.zeros(4), torch.ones(1, 1)
+    out = torch.empty_like(q)
+    more = {"window": [4, 0], "softcap": 20, "sinks": sinks, "k_scale": step, "v_scale": 0.5}
+    params = attention("attn_prefill", q, k, k, out=out, **more)
+    assert (params["window"], params["softcap"], params["sinks"]) == ((4, 0), 20, sinks.data_ptr())
+    assert params["steps"] == (1.0, 0.5, step.data_ptr(), 0)
+    assert (params["kv_dtype"], params["why_not"]) == ("float8_e4m3fn", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [((8, 2), (8, 2)), ((9, 3), (-1, -1)), ((2**40, 2**40), (-1, -1)), ((0, 0), (0, 0))],
+)
+def test_windows_beyond_every_key_are_unlimited(given, read):
+    q, k = CPU.randn(2, 3, 4, 64), CPU.randn(2, 9, 2, 64)
+    params = attention("attn_prefill", q, k, k, out=torch.empty_like(q), window=given)
+    assert params["window"] == read
+
+
+def test_values_of_128_for_keys_of_192():
+    q, k, v = CPU.randn(2, 3, 4, 192), CPU.randn(2, 9, 2, 192), CPU.randn(2, 9, 2, 128)
+    params = attention("attn_prefill", q, k, v, out=CPU.randn(2, 3, 4, 128))
+    assert params["sizes"] == (2, 3, 9, 4, 2, 192, 128)
+    assert params["why_not"] == ""
+    with pytest.raises(
+        ShapeError, match=r"v must be of head_dim 192 or 128, got shape \(2, 9, 2, 64"
+    ):
+        attention("attn_prefill", q, k, v[..., :64], out=CPU.randn(2, 3, 4, 64))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
 def test_default_scale_and_no_lse(head_dim):
     q = CPU.randn(1, 1, 2, head_dim, dtype=torch.float16)
     params = attention("attn_decode", q, q.clone(), q.clone(), out=torch.empty_like(q))
@@ -90,10 +131,10 @@ def test_default_scale_and_no_lse(head_dim):
     assert (params["lse"], params["dtype"]) == (0, "float16")
 
 
-@pytest.mark.parametrize("head_dim", [0, 8, 32, 36, 72, 96, 192, 512])
-def test_unsupported_head_dim(head_dim):
+@pytest.mark.parametrize("head_dim", [0, 1, 36, 100, 257, 264, 512])
+def test_case_c09_unsupported_head_dim(head_dim):
     q = CPU.randn(2, 1, 8, head_dim)
-    text = f"attn_prefill: unsupported head_dim {head_dim} (supported: 64, 128, 256)"
+    text = f"attn_prefill: unsupported head_dim {head_dim} (supported: multiples of 8 up to 256)"
     with pytest.raises(ShapeError, match="^" + re.escape(text)):
         attention("attn_prefill", q, q, q, out=torch.empty_like(q))
 
@@ -118,10 +159,10 @@ def test_mask_strides(shape, strides):
     q, k = CPU.randn(2, 5, 4, 64), CPU.randn(2, 9, 2, 64)
     mask = CPU.ones(*shape)
     params = attention("attn_prefill", q, k, k, mask, out=torch.empty_like(q))
-    assert params["mask"] == (mask.data_ptr(), *strides)
+    assert params["mask"] == (mask.data_ptr(), *strides, 5, 9)
     expanded = CPU.ones(1, 9).expand(2, 9)
     params = attention("attn_prefill", q, k, k, expanded, out=torch.empty_like(q))
-    assert params["mask"] == (expanded.data_ptr(), 0, 0, 0)
+    assert params["mask"] == (expanded.data_ptr(), 0, 0, 0, 5, 9)
 
 
 def test_case_d03_size_1_dimensions():
@@ -137,7 +178,7 @@ def test_case_c02_empty_attention(sizes):
     batch, q_len, kv_len = sizes
     q, k = CPU.randn(batch, q_len, 4, 64), CPU.randn(batch, kv_len, 2, 64)
     params = attention("attn_prefill", q, k, k, out=torch.empty_like(q))
-    assert params["sizes"] == (*sizes, 4, 2, 64)
+    assert params["sizes"] == (*sizes, 4, 2, 64, 64)
     assert params["why_not"] == ""
 
 

@@ -12,7 +12,7 @@ import torch
 
 from astrai.extension import loader
 
-NAMES = ("attn_decode", "attn_prefill", "rotary_emb")
+NAMES = ("attn_decode", "attn_paged_decode", "attn_paged_prefill", "attn_prefill", "rotary_emb")
 
 
 @pytest.fixture

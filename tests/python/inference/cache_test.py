@@ -102,10 +102,19 @@ def test_wrong_bindings_are_refused(rows, lens, start, message):
 def test_wrong_pools_are_refused():
     with pytest.raises(ValueError, match="max_seq_len must be at least 1, got 0"):
         PagePool(1, 1, 8, 1, 0, "cpu", torch.float32)
-    with pytest.raises(ValueError, match="only the contiguous pool"):
-        PagePool(1, 1, 8, 1, 8, "cpu", torch.float32, n_tokens=64)
+    with pytest.raises(ValueError, match=r"page_size must be 1 in a contiguous pool .* got 16"):
+        PagePool(1, 1, 8, 1, 8, "cpu", torch.float32, page_size=16)
+    for page_size in (0, 3, 512):
+        with pytest.raises(ValueError, match=f"power of two up to 256, got {page_size}"):
+            PagePool(1, 1, 8, 1, 8, "cpu", torch.float32, page_size, n_tokens=1024)
+    with pytest.raises(ValueError, match="n_tokens must be at least 1, got 0"):
+        PagePool(1, 1, 8, 1, 8, "cpu", torch.float32, n_tokens=0)
+    with pytest.raises(ValueError, match="k_scale and v_scale must be None unless"):
+        PagePool(1, 1, 8, 1, 8, "cpu", torch.bfloat16, k_scale=0.5)
     with pytest.raises(ValueError, match="slots are int32"):
         PagePool(1, 1, 8, 2**20, 2**12, "meta", torch.float32)
+    with pytest.raises(ValueError, match="slots are int32"):
+        PagePool(1, 1, 8, 1, 8, "meta", torch.float32, 16, n_tokens=2**31 - 16)
     pool, workspace = make()
     with pytest.raises(ValueError, match="device must be the pool's cpu"):
         pool.bind_tasks([0], [1], workspace, device="meta")

@@ -6,37 +6,10 @@ import re
 
 import pytest
 import torch
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from astrai.inference import Engine, SamplingParams
-from astrai.model import ChatTemplate, LoadedModel, Tokenizer
+from tests.python.inference.tiny_engine import PROMPT, greedy, is_clean, say, speaking_model
 from tests.python.model import tiny
-
-PROMPT = [5, 17, 80, 2]
-
-
-def byte_tokenizer() -> Tokenizer:
-    """97 tokens: bytes that make two- and three-byte characters likely, and a stop token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    chosen = [pre_tokenizers.ByteLevel(False, False).pre_tokenize_str(c)[0][0] for c in "ab é€\n"]
-    first = list(dict.fromkeys("".join(chosen)))
-    tokens = first + [c for c in alphabet if c not in first][: 96 - len(first)]
-    vocab = {token: i for i, token in enumerate(tokens)} | {"<stop>": 96}
-    rust = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
-    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    rust.decoder = decoders.ByteLevel()
-    rust.add_special_tokens(["<stop>"])
-    return Tokenizer(rust, special_tokens={"eos_token": "<stop>"})
-
-
-@torch.no_grad()
-def greedy(model, prompt: list[int], steps: int) -> list[int]:
-    """The same without any cache: the whole text again for each token."""
-    text = list(prompt)
-    for _ in range(steps):
-        text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
-    return text[len(prompt) :]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +19,7 @@ def plain() -> Engine:
 
 @pytest.fixture(scope="module")
 def speaking() -> Engine:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    return Engine(LoadedModel(tiny.decoder(), byte_tokenizer(), template))
+    return Engine(speaking_model())
 
 
 def test_greedy_equals_the_model_without_a_cache(plain):
@@ -105,12 +77,14 @@ def test_generation_without_limit_fills_the_context_exactly(plain):
         ([-1], {}, "token ids below 97, got -1"),
         ([1], {"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ("text", {}, "must have a tokenizer"),
+        ([1], {"stop": "x"}, "must have a tokenizer"),
+        ([1], {"stop": ["x", ""]}, r"stop must be strings that are not empty, got \['x', ''\]"),
     ],
 )
 def test_wrong_requests_are_refused_at_once(plain, prompt, options, message):
     with pytest.raises(ValueError, match=message):
         plain.generate(prompt, **options)
-    assert plain.pool.free_rows == 1
+    assert is_clean(plain)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +111,8 @@ def test_integers_of_other_kinds_are_taken(plain):
 def test_engine_checks_its_context():
     with pytest.raises(ValueError, match=r"max_seq_len must be 1 to 48 .* got 49"):
         Engine(tiny.loaded(), max_seq_len=49)
+    with pytest.raises(ValueError, match="max_batch_tokens must be at least max_batch_size 16"):
+        Engine(tiny.loaded(), max_batch_tokens=15)
     with pytest.raises(ValueError, match="must have a chat template"):
         Engine(tiny.loaded()).chat([{"role": "user", "content": "x"}])
 
@@ -158,15 +134,7 @@ def test_a_character_comes_in_one_piece(speaking):
     tokenizer = speaking.model.tokenizer
     wanted = tokenizer.encode("é€a")
     assert len(wanted) == 6
-    plan = iter([*wanted, 96])
-
-    def step(row, ids, position):
-        logits = torch.zeros(97)
-        logits[next(plan)] = 1.0
-        return logits
-
-    engine = Engine(speaking.model)
-    engine._step = step
+    engine = say(Engine(speaking.model), [*wanted, 96])
     answer = engine.generate("a")
     assert list(answer) == ["é", "€", "a"] and answer.finish_reason == "stop"
 
@@ -181,31 +149,64 @@ def test_seeded_sampling_is_reproducible(plain):
     assert tokens(4) == tokens(4) != tokens(5)
 
 
-def test_requests_under_way_do_not_disturb_each_other():
-    engine = Engine(LoadedModel(tiny.decoder(), None, None), max_batch_size=2)
-    prompts = [PROMPT, [60, 61, 62, 63, 64, 65]]
-    expected = [greedy(engine.model.decoder, prompt, 12) for prompt in prompts]
-    a, b = (engine.generate(prompt, max_tokens=12, stop_ids=()) for prompt in prompts)
-    for _ in range(12):
-        next(a), next(b)
-    assert [a.token_ids, b.token_ids] == expected
-
-
-def test_rows_come_back_after_end_close_and_error():
-    engine = Engine(tiny.loaded())
+def test_cache_comes_back_after_end_close_drop_and_error():
+    engine = Engine(tiny.loaded(), max_batch_size=1)
     under_way = engine.generate(PROMPT, max_tokens=5, stop_ids=())
+    assert is_clean(engine), "nothing is taken before the first iteration"
     next(under_way)
-    with pytest.raises(RuntimeError, match="all 1 rows are in use"):
-        engine.generate(PROMPT).read()
+    assert engine.pool.free_rows == 0
     under_way.close()
     assert under_way.finish_reason == "closed" and len(under_way.token_ids) == 1
-    assert engine.pool.free_rows == 1
+    assert is_clean(engine) and list(under_way) == []
     under_way.close()
+    for _ in engine.generate(PROMPT, max_tokens=5, stop_ids=()):
+        break
+    assert is_clean(engine), "a loop that is broken off drops its answer"
+    never = engine.generate(PROMPT)
+    never.close()
+    assert never.finish_reason == "closed" and never.read() == ""
     with torch.no_grad():
         engine.model.decoder.norm.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="logits must be finite"):
-        engine.generate(PROMPT).read()
-    assert engine.pool.free_rows == 1
+    broken = engine.generate(PROMPT)
+    with pytest.raises(ValueError, match="logits must be finite, got a largest logit of nan"):
+        broken.read()
+    assert broken.finish_reason == "error" and list(broken) == []
+    assert is_clean(engine)
+
+
+def test_an_error_of_the_model_leaves_the_request_to_be_continued(plain, monkeypatch):
+    answer = plain.generate(PROMPT, max_tokens=6, stop_ids=())
+    next(answer)
+    with monkeypatch.context() as patch:
+        patch.setattr(plain._runner, "_decoder", lambda **_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(answer)
+    answer.read()
+    assert answer.token_ids == greedy(plain.model.decoder, PROMPT, 6) and is_clean(plain)
+
+
+def test_rows_taken_by_hand_are_not_waited_for():
+    engine = Engine(tiny.loaded(), max_batch_size=1)
+    row = engine.pool.alloc_row()
+    answer = engine.generate(PROMPT, max_tokens=2)
+    with pytest.raises(RuntimeError, match="rows taken from the pool by hand must be given back"):
+        next(answer)
+    engine.pool.free_row(row)
+    answer.read()
+    assert len(answer.token_ids) == 2
+
+
+def test_logprobs_are_those_of_the_chosen_tokens(plain):
+    sampling = SamplingParams(1.0, seed=3, logprobs=True)
+    answer = plain.generate(PROMPT, sampling, max_tokens=8, stop_ids=())
+    assert answer.logprobs == []
+    answer.read()
+    text = torch.tensor([PROMPT + answer.token_ids])
+    with torch.no_grad():
+        logits = plain.model.decoder(text)[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    expected = [row[token].item() for row, token in zip(logits, answer.token_ids, strict=True)]
+    assert answer.logprobs == pytest.approx(expected, abs=1e-4)
+    assert plain.generate(PROMPT).logprobs is None
 
 
 def test_chat_uses_the_template(speaking):

@@ -20,11 +20,115 @@ class Make:
         generator = torch.Generator(device=self.device).manual_seed(seed)
         return torch.randn(*shape, generator=generator, device=self.device).to(dtype)
 
+    def ints(self, *values):
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
     def ones(self, *shape):
         return torch.ones(shape, dtype=torch.bool, device=self.device)
 
     def table(self, *args):
         return references.table(*args, device=self.device)
+
+
+# What every attention function refuses of the arguments that all of them share; 8 query heads.
+FEATURES = {
+    "window_type": (
+        lambda t: {"window": 3},
+        TypeError,
+        "window must be a pair (left, right) of ints, each -1 (unlimited) or more, got 3",
+    ),
+    "window_one": (
+        lambda t: {"window": (3,)},
+        ShapeError,
+        "window must be a pair (left, right) of ints, each -1 (unlimited) or more, got (3,)",
+    ),
+    "window_float": (
+        lambda t: {"window": (1.0, 2)},
+        TypeError,
+        "window must be an int, got float",
+    ),
+    "window_negative": (
+        lambda t: {"window": (0, -2)},
+        ShapeError,
+        "window must be a pair (left, right) of ints, each -1 (unlimited) or more, got (0, -2)",
+    ),
+    "softcap_type": (lambda t: {"softcap": None}, TypeError, "softcap must be a float, got None"),
+    "softcap_negative": (
+        lambda t: {"softcap": -1.0},
+        ShapeError,
+        "softcap must be finite and 0 or more, got -1",
+    ),
+    "softcap_infinite": (
+        lambda t: {"softcap": float("inf")},
+        ShapeError,
+        "softcap must be finite and 0 or more, got inf",
+    ),
+    "sinks_list": (lambda t: {"sinks": [0.0]}, TypeError, "sinks must be a torch.Tensor, got list"),
+    "sinks_dtype": (
+        lambda t: {"sinks": t.randn(8)},
+        DtypeError,
+        "sinks must be torch.float32, got torch.bfloat16",
+    ),
+    "sinks_shape": (
+        lambda t: {"sinks": t.randn(2, dtype=torch.float32)},
+        ShapeError,
+        "sinks must be of shape (8,) = [q_heads], got (2,)",
+    ),
+    "sinks_stride": (
+        lambda t: {"sinks": t.randn(16, dtype=torch.float32)[::2]},
+        ShapeError,
+        "sinks must be contiguous, got strides (2,) for shape (8,)",
+    ),
+    "sinks_cpu": (
+        lambda t: {"sinks": t.randn(8, dtype=torch.float32).cpu()},
+        RuntimeError,
+        "sinks must be a CUDA tensor, got a tensor on cpu",
+    ),
+    **{
+        f"{name}_{what}": (lambda t, name=name, value=value: {name: value(t)}, error, name + text)
+        for name in ("k_scale", "v_scale")
+        for what, value, error, text in (
+            ("type", lambda t: "1", TypeError, " must be a float or a torch.Tensor, got str"),
+            ("zero", lambda t: 0.0, ShapeError, " must be finite and more than 0 in fp32, got 0"),
+            (
+                "negative",
+                lambda t: -1,
+                ShapeError,
+                " must be finite and more than 0 in fp32, got -",
+            ),
+            (
+                "nan",
+                lambda t: float("nan"),
+                ShapeError,
+                " must be finite and more than 0 in fp32, got nan",
+            ),
+            (
+                "tiny",
+                lambda t: 1e-60,
+                ShapeError,
+                " must be finite and more than 0 in fp32, got 0",
+            ),
+            (
+                "dtype",
+                lambda t: t.randn(1),
+                DtypeError,
+                " must be torch.float32, got torch.bfloat16",
+            ),
+            (
+                "count",
+                lambda t: t.randn(2, dtype=torch.float32),
+                ShapeError,
+                " must be of one element, got shape (2,)",
+            ),
+            (
+                "cpu",
+                lambda t: t.randn(1, dtype=torch.float32).cpu(),
+                RuntimeError,
+                " must be a CUDA tensor, got a tensor on cpu",
+            ),
+        )
+    },
+}
 
 
 def good_attention(t):
@@ -48,12 +152,17 @@ ATTENTION = {
     "k_dtype": (
         lambda t: {"k": t.randn(2, 40, 2, 64, dtype=torch.float16)},
         DtypeError,
-        "k must be torch.bfloat16 like q, got torch.float16",
+        "k must be torch.bfloat16 like q or torch.float8_e4m3fn, got torch.float16",
+    ),
+    "k_e5m2": (
+        lambda t: {"k": t.randn(2, 40, 2, 64).to(torch.float8_e5m2)},
+        DtypeError,
+        "k must be torch.bfloat16 like q or torch.float8_e4m3fn, got torch.float8_e5m2",
     ),
     "v_fp8": (
         lambda t: {"v": t.randn(2, 40, 2, 64).to(torch.float8_e4m3fn)},
         DtypeError,
-        "v must be torch.bfloat16 like q, got torch.float8_e4m3fn",
+        "v must be torch.bfloat16 like k, got torch.float8_e4m3fn",
     ),
     "q_rank": (
         lambda t: {"q": t.randn(2, 8, 64)},
@@ -92,6 +201,11 @@ ATTENTION = {
         ShapeError,
         "k must be of shape (2, 40, 2, 64) = [batch, kv_len, kv_heads, head_dim], "
         "got (2, 40, 2, 128)",
+    ),
+    "v_head_dim": (
+        lambda t: {"v": t.randn(2, 40, 2, 32)},
+        ShapeError,
+        "v must be of head_dim 64, got shape (2, 40, 2, 32)",
     ),
     "head_count": (
         lambda t: {"q": t.randn(2, 1, 7, 64)},
@@ -191,6 +305,7 @@ ATTENTION = {
         "scale must be finite in fp32, got nan",
     ),
     "scale_large": (lambda t: {"scale": 1e300}, ShapeError, "scale must be finite in fp32, got 1"),
+    **FEATURES,
     "out_dtype": (
         lambda t: {"out": t.randn(2, 1, 8, 64, dtype=torch.float16)},
         DtypeError,
@@ -199,7 +314,8 @@ ATTENTION = {
     "out_shape": (
         lambda t: {"out": t.randn(2, 8, 1, 64)},
         ShapeError,
-        "out must be of shape (2, 1, 8, 64) = [batch, q_len, q_heads, head_dim], got (2, 8, 1, 64)",
+        "out must be of shape (2, 1, 8, 64) = [batch, q_len, q_heads, v_head_dim], "
+        "got (2, 8, 1, 64)",
     ),
     "out_expanded": (
         lambda t: {"out": t.randn(2, 1, 1, 64).expand(2, 1, 8, 64)},
@@ -331,5 +447,7 @@ ROTARY = {
     ),
 }
 
-# Cases that are about a tensor on the CPU among tensors on a GPU.
-NEED_TWO_DEVICES = {name for name in (*ATTENTION, *ROTARY) if name.endswith("_cpu")}
+
+def needs_two_devices(case):
+    """Whether a case is about a tensor on the CPU among tensors on a GPU."""
+    return case.endswith("_cpu")

@@ -122,9 +122,11 @@ def test_case_e09_opcheck(name):
     torch.library.opcheck(getattr(operators, name).default, (q, k, v))
     torch.library.opcheck(getattr(operators, name + "_lse").default, (q, k, v, None, True, 0.5))
     lse = torch.empty(q.shape[:-1], device="cuda")
+    features = (True, None, [-1, -1], 0.0, None, None, None, None, None)
+    rest = (False,) if name == "attn_decode" else ()
     torch.library.opcheck(
         getattr(operators, name + "_out").default,
-        (q, k, v, None, True, None, torch.empty_like(q), lse),
+        (q, k, v, None, *features, *rest, torch.empty_like(q), lse, None),
     )
 
 

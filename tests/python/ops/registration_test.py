@@ -1,7 +1,7 @@
 """The registered operators, as far as they go without a GPU.
 
-Reference implementations stand in for the CUDA kernels under the dispatch key CPU, so that what is
-between caller and kernel can be tested: schemas, fakes, tracing, batching, subclasses, modes.
+On CPU tensors they compute their definition, so that what is between caller and kernel can be
+tested: schemas, fakes, tracing, batching, subclasses, modes. More in registration_paged_test.py.
 """
 
 import pytest
@@ -10,67 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from astrai.extension.backend.reference import attention_reference
 from astrai.extension.ops import attn_decode, attn_prefill, rotary_emb, rotary_embed
-from tests.python.ops.references import rotate
 
 ATTENTION = {"attn_decode": attn_decode, "attn_prefill": attn_prefill}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_cpu():
-    """Runs the operators on CPU tensors, for this file."""
-    library = torch.library.Library("astrai", "IMPL")
-
-    def attention(q, k, v, mask=None, is_causal=False, scale=None):
-        return attention_reference(q, k, v, mask, is_causal, scale).contiguous()
-
-    def attention_lse(q, k, v, mask=None, is_causal=False, scale=None):
-        return attention_reference(q, k, v, mask, is_causal, scale, return_lse=True)
-
-    def attention_out(q, k, v, mask, is_causal, scale, out, lse):
-        result, log_sum = attention_reference(q, k, v, mask, is_causal, scale, return_lse=True)
-        out.copy_(result)
-        if lse is not None:
-            lse.copy_(log_sum)
-
-    for name in ATTENTION:
-        library.impl(name, attention, "CPU")
-        library.impl(name + "_lse", attention_lse, "CPU")
-        library.impl(name + "_out", attention_out, "CPU")
-
-    def emb(x, freqs_cis):
-        return rotate(x, freqs_cis[..., 0], freqs_cis[..., 1], True)
-
-    def emb_out(x, freqs_cis, out):
-        out.copy_(emb(x, freqs_cis))
-
-    def emb_inplace(x, freqs_cis):
-        x.copy_(emb(x, freqs_cis))
-
-    def embed_one(x, cache, positions, interleaved):
-        cos, sin = cache[positions.reshape(x.shape[:-2])].chunk(2, -1)
-        return rotate(x, cos, sin, interleaved)
-
-    def embed(q, k, cache, positions, interleaved=False, rotary_dim=None):
-        return embed_one(q, cache, positions, interleaved), embed_one(
-            k, cache, positions, interleaved
-        )
-
-    def embed_q(q, cache, positions, interleaved=False, rotary_dim=None):
-        return embed_one(q, cache, positions, interleaved)
-
-    def embed_inplace(q, k, cache, positions, interleaved=False, rotary_dim=None):
-        for x in (q, k):
-            if x is not None:
-                x.copy_(embed_one(x, cache, positions, interleaved))
-
-    library.impl("rotary_emb", emb, "CPU")
-    library.impl("rotary_emb_out", emb_out, "CPU")
-    library.impl("rotary_emb_", emb_inplace, "CPU")
-    library.impl("rotary_embed", embed, "CPU")
-    library.impl("rotary_embed_q", embed_q, "CPU")
-    library.impl("rotary_embed_", embed_inplace, "CPU")
-    yield
-    library._destroy()
 
 
 def attention_inputs(q_len=1, kv_len=5, batch=2, device="cpu"):
@@ -98,8 +39,11 @@ def test_opcheck_attention(name):
         torch.library.opcheck(getattr(operators, name + "_lse").default, (q, k, v, *extra))
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
     for log_sum in (lse, None):
+        features = (True, None, [3, -1], 5.0, torch.zeros(8), None, 0.5, torch.ones(1), None)
+        rest = (True,) if name == "attn_decode" else ()
         torch.library.opcheck(
-            getattr(operators, name + "_out").default, (q, k, v, mask, True, None, out, log_sum)
+            getattr(operators, name + "_out").default,
+            (q, k, v, mask, *features, *rest, out, log_sum, None),
         )
 
 

@@ -22,6 +22,8 @@ from astrai.extension.backend.attention_cuda import CudaBackend
 from astrai.extension.backend.attention_flash import FlashAttnBackend
 from astrai.extension.backend.attention_torch import TorchNativeBackend
 from astrai.extension.backend.kv import PackedKVCache
+from astrai.extension.backend.masks import UNLIMITED
+from astrai.extension.backend.reference import check_features
 from astrai.extension.dispatch import (
     ImplRecord,
     env_choice,
@@ -108,6 +110,9 @@ def attention(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    window: tuple[int, int] = UNLIMITED,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> AttentionResult:
     """Scaled dot-product attention by the best backend that can take the call.
 
@@ -136,16 +141,30 @@ def attention(
         backend: Name, ``ATTN_BACKEND``, class or instance, for this call alone.
         scale: Factor of the scores; None = ``1 / sqrt(head_dim)``.
         return_lse: Also return the log-sum-exp of each row's scores.
+        window: Keys left and right of the bottom-right diagonal that each query sees, -1 = all;
+            on top of the mask and of ``is_causal``.
+        softcap: Scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; 0 = none.
+        sinks: float32 ``[q_heads]``: a natural-log logit for each head that stands in the
+            denominator of the softmax and in lse, but has no value.
 
     Returns:
-        ``out`` with q's shape and dtype, or ``(out, lse)`` with lse float32 ``out.shape[:-1]``,
-        natural logarithm. A row that sees no key has out 0 and lse -inf.
+        ``out`` with q's shape (but v's head_dim) and dtype, or ``(out, lse)`` with lse float32
+        ``out.shape[:-1]``, natural logarithm. A row that sees no key has out 0 and lse -inf, or
+        with a sink lse = sink.
 
     Raises:
         ExplicitSelectionError: The backend chosen by argument or context cannot take the call.
         ShapeError, ValueError, TypeError: Arguments that do not fit together.
     """
     _check_call(q, k, v, kv_cache, attn_mask, fwd, scale)
+    used = {}
+    if scale is not None:
+        used["scale"] = scale
+    if return_lse:
+        used["return_lse"] = True
+    if tuple(window) != UNLIMITED or softcap != 0.0 or sinks is not None:
+        check_features(window, softcap, sinks, q)
+        used.update(window=tuple(window), softcap=softcap, sinks=sinks)
     if backend is not None:
         backend = _backend_of(backend, "attention")
     chosen = resolve(
@@ -159,12 +178,9 @@ def attention(
         is_causal,
         fwd,
         explicit=backend,
+        **used,
     ).record.obj
-    if scale is None and not return_lse:
-        return chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd)
-    return chosen.forward(
-        q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, scale=scale, return_lse=return_lse
-    )
+    return chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, **used)
 
 
 def _check_call(

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from astrai.extension.backend.kv import PackedKVCache, is_contiguous
-from astrai.extension.backend.masks import mask_kind
+from astrai.extension.backend.masks import UNLIMITED, mask_kind
 from astrai.extension.dispatch import (
     ImplRecord,
     Spec,
@@ -57,6 +57,9 @@ def attention_axes(
     *,
     scale: float | None = None,
     return_lse: bool = False,
+    window: tuple[int, int] = UNLIMITED,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Describe an ``attention(...)`` call to the dispatcher. Takes that call's own arguments.
 
@@ -64,8 +67,10 @@ def attention_axes(
     ``device_cuda`` holds only if all of them are on one CUDA device; ``capability`` (90 = sm_90; 0
     on a CPU); ``needs_grad`` (autograd must record the call); ``rank`` of q; ``cache`` (None,
     ``"contiguous"`` or ``"paged"``); ``fwd``; ``mask`` (None, ``"bool"``, ``"additive"``,
-    ``"other"``); ``head_dim``; ``group`` (q heads per K/V head, 0 if that is no whole number);
-    ``kernel_loaded`` (the dense kernels that such a call needs); ``call``, the arguments
+    ``"other"``); ``head_dim``; ``v_head_dim``; ``group`` (q heads per K/V head, 0 if that is no
+    whole number); ``window``, ``softcap`` and ``sinks`` (bool, whether the call uses them);
+    ``scale``;
+    ``kernel_loaded`` (the kernels that such a call needs); ``call``, the arguments
     themselves, for predicates of third-party backends.
     """
     k = q if k is None else k
@@ -74,7 +79,9 @@ def attention_axes(
     cache = None
     if kv_cache is not None:
         cache = "contiguous" if is_contiguous(kv_cache) else "paged"
-        same = dtype is k.dtype and dtype is v.dtype and dtype is kv_cache.k_buffer.dtype
+        held = kv_cache.k_buffer.dtype
+        same = dtype is k.dtype and dtype is v.dtype
+        same = same and (dtype is held or held is torch.float8_e4m3fn)
     else:
         same = dtype is k.dtype and dtype is v.dtype
     grad_enabled = torch.is_grad_enabled()
@@ -88,10 +95,11 @@ def attention_axes(
         cuda = device == k.device and device == v.device
         capability = compute_capability(device.index)
         # Asked only for CUDA tensors: a module that is not needed is not even loaded.
-        single = fwd == "decode" or (rank == 4 and q_shape[1] == 1)
-        loaded = kernel_loaded("attn_decode") if single else kernel_loaded("attn_prefill")
-        if rank == 3 and not single:
-            loaded = loaded and kernel_loaded("attn_decode")  # for requests with one new token
+        if rank == 3:
+            loaded = kernel_loaded("attn_paged_decode" if fwd == "decode" else "attn_paged_prefill")
+            loaded = loaded and (fwd == "decode" or kernel_loaded("rotary_emb"))  # its append
+        else:
+            loaded = kernel_loaded("attn_decode" if q_shape[1:2] == (1,) else "attn_prefill")
     group = 0
     if rank > 2 and k.dim() > 2:
         q_heads, kv_heads = q_shape[-2], k.shape[-2]
@@ -102,12 +110,23 @@ def attention_axes(
         "device_cuda": cuda,
         "grad_enabled": grad_enabled,
         "capability": capability,
-        "needs_grad": grad_enabled and (q.requires_grad or k.requires_grad or v.requires_grad),
+        "needs_grad": grad_enabled
+        and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+        ),
         "rank": rank,
         "cache": cache,
         "fwd": fwd,
         "mask": None if attn_mask is None else mask_kind(attn_mask),
         "head_dim": q_shape[-1] if rank else 0,
+        "v_head_dim": v.shape[-1] if rank else 0,
+        "window": window != UNLIMITED,
+        "softcap": softcap > 0,
+        "sinks": sinks is not None,
+        "scale": scale,
         "group": group,
         "kernel_loaded": loaded,
         "call": (q, k, v, kv_cache, attn_mask, is_causal, fwd),
@@ -182,6 +201,9 @@ class AttentionBackend(ABC):
         *,
         scale: float | None = None,
         return_lse: bool = False,
+        window: tuple[int, int] = UNLIMITED,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionResult:
         """Compute the call; arguments and result as ``attention``."""
 

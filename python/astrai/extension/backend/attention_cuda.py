@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from astrai.extension.backend import kv
@@ -12,12 +14,19 @@ from astrai.extension.backend.attention_base import (
     kernel_loaded,
 )
 from astrai.extension.backend.kv import PackedKVCache
-from astrai.extension.backend.masks import packed_masks
+from astrai.extension.backend.masks import UNLIMITED
 from astrai.extension.dispatch import Spec, axis
+from astrai.extension.errors import ShapeError
 from astrai.extension.loader import why_unavailable
-from astrai.extension.ops.attention import attn_decode, attn_prefill
+from astrai.extension.ops.attention import (
+    attn_decode,
+    attn_paged_decode,
+    attn_paged_prefill,
+    attn_prefill,
+)
+from astrai.extension.ops.rotary import rope_append_kv
 
-HEAD_DIMS = (64, 128, 256)
+MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 MIN_CAPABILITY = 80
 
@@ -35,23 +44,23 @@ def _kernel_call(
     is_causal: bool,
     scale: float | None,
     return_lse: bool,
-    out: torch.Tensor | None = None,
+    **features: Any,
 ) -> AttentionResult:
     """One launch on 4-D operands: the decode kernel for one query token, else prefill."""
     q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
     if mask is not None:
         mask = _dense_rows(mask)
     op = attn_decode if q.shape[1] == 1 else attn_prefill
-    return op(q, k, v, mask, is_causal, scale=scale, return_lse=return_lse, out=out)
+    return op(q, k, v, mask, is_causal, scale=scale, return_lse=return_lse, **features)
 
 
 @AttentionBackendFactory.register("cuda")
 class CudaBackend(AttentionBackend):
-    """Dense kernels, and packed calls over a contiguous KV cache, cut into runs of equal lengths.
+    """Dense and paged kernels. Inference only: autograd does not see through them.
 
-    Inference only: autograd does not see through the kernels. A packed call launches one kernel for
-    each run of requests that have equal lengths and consecutive rows. The lengths come from
-    the host, so a captured graph replays them: ``supports_graph`` stays False.
+    A packed decode call is one launch, which also writes the new keys and values; lengths and
+    tables are read on the device, so that it can be captured in a CUDA graph. A packed prefill call
+    writes them by a launch of its own.
     """
 
     priority = 10
@@ -59,10 +68,19 @@ class CudaBackend(AttentionBackend):
         axis("device_cuda").truthy()
         & axis("dtype").in_(torch.bfloat16, torch.float16)
         & axis("needs_grad").falsy()
-        & axis("head_dim").in_(*HEAD_DIMS)
+        & Spec.of(
+            lambda axes: 0 < axes["head_dim"] <= MAX_HEAD_DIM and axes["head_dim"] % 8 == 0,
+            f"head_dim a multiple of 8 up to {MAX_HEAD_DIM}",
+        )
+        & Spec.of(
+            lambda axes: (
+                axes["v_head_dim"] == axes["head_dim"]
+                or (axes["head_dim"] == 192 and axes["v_head_dim"] == 128)
+            ),
+            "v_head_dim that is head_dim, or 128 with head_dim 192",
+        )
         & axis("group").in_(*range(1, MAX_GROUP + 1))
         & axis("mask").in_(None, "bool")
-        & axis("cache").in_(None, "contiguous")
         & axis("capability").at_least(MIN_CAPABILITY)
         & Spec.of(
             lambda axes: axes["rank"] == (4 if axes["cache"] is None else 3),
@@ -94,32 +112,104 @@ class CudaBackend(AttentionBackend):
         *,
         scale: float | None = None,
         return_lse: bool = False,
+        window: tuple[int, int] = UNLIMITED,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionResult:
         """See ``attention``."""
         self._check_fwd(fwd)
         if kv_cache is None:
             if attn_mask is not None and attn_mask.dim() > 1 and attn_mask.shape[0] == 1:
                 attn_mask = attn_mask.expand(q.shape[0], *attn_mask.shape[1:])
-            return _kernel_call(q, k, v, attn_mask, is_causal, scale, return_lse)
-        runs = kv.segments(kv_cache, q.shape[0], fwd)
-        masks = packed_masks(attn_mask, runs, q.shape[1])
-        kv.append(kv_cache, layer_id, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        parts = []
-        for run, mask in zip(runs, masks, strict=True):
-            keys, values, _ = kv.keys_and_values(kv_cache, layer_id, run)
-            if mask is not None:
-                mask = mask.expand(run.count, *mask.shape[1:])
-            part = slice(run.q_start, run.q_end)
-            query = q[part].unflatten(0, (run.count, run.q_len))
-            target = out[part].unflatten(0, (run.count, run.q_len))
-            result = _kernel_call(
-                query, keys, values, mask, is_causal, scale, return_lse, out=target
+            return _kernel_call(
+                q,
+                k,
+                v,
+                attn_mask,
+                is_causal,
+                scale,
+                return_lse,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
             )
-            if return_lse:
-                parts.append(result[1].flatten(0, 1))
-        if not return_lse:
-            return out
-        if not parts:
-            return out, out.new_empty(q.shape[:-1], dtype=torch.float32)
-        return out, torch.cat(parts)
+        kv.check_new_tokens(kv_cache, k, v)
+        q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+        requests = kv_cache.seq_lens.numel()
+        cache = {
+            "k_cache": kv_cache.k_buffer[layer_id],
+            "v_cache": kv_cache.v_buffer[layer_id],
+            "kv_indptr": _kv_indptr(kv_cache),
+            "block_table": kv.block_table(kv_cache),
+            "req_to_token": None,
+            "req_pool_indices": None,
+            "mask": _packed_mask(attn_mask, requests),
+            "is_causal": is_causal,
+            "workspace": getattr(kv_cache, "workspace", None),
+            "scale": scale,
+            "return_lse": return_lse,
+            "window": window,
+            "softcap": softcap,
+            "sinks": sinks,
+        }
+        cache["k_scale"], cache["v_scale"] = kv.steps(kv_cache)
+        if cache["block_table"] is None:
+            cache["req_to_token"] = kv_cache.req_to_token
+            cache["req_pool_indices"] = kv_cache.req_pool_indices
+        if fwd == "decode":
+            if q.shape[0] != requests:
+                raise ShapeError(
+                    f"attention: decode must have one query token for each of the {requests} "
+                    f"requests, got {q.shape[0]}"
+                )
+            return attn_paged_decode(q, new_k=k, new_v=v, **cache)
+        rope_append_kv(
+            None,
+            k,
+            v,
+            None,
+            None,
+            cache["k_cache"],
+            cache["v_cache"],
+            kv_cache.out_cache_loc,
+            interleaved=True,
+            k_scale=cache["k_scale"],
+            v_scale=cache["v_scale"],
+        )
+        q_lens = getattr(kv_cache, "q_lens", None)
+        return attn_paged_prefill(
+            q,
+            qo_indptr=kv_cache.qo_indptr,
+            q_tile_to_batch=getattr(kv_cache, "q_tile_to_batch", None),
+            q_tile_to_index=getattr(kv_cache, "q_tile_to_index", None),
+            max_q_len=None if q_lens is None else max(q_lens, default=0),
+            **cache,
+        )
+
+    @classmethod
+    def supports_graph(cls) -> bool:
+        """Packed decode reads lengths and tables on the device."""
+        return True
+
+
+def _kv_indptr(cache: PackedKVCache) -> torch.Tensor:
+    """Prefix sums of the numbers of keys: the cache's own, or made on the device."""
+    indptr = getattr(cache, "kv_indptr", None)
+    if indptr is not None:
+        return indptr
+    sums = cache.seq_lens.new_zeros(cache.seq_lens.numel() + 1, dtype=torch.int32)
+    torch.cumsum(cache.seq_lens, 0, out=sums[1:])
+    return sums
+
+
+def _packed_mask(mask: torch.Tensor | None, requests: int) -> torch.Tensor | None:
+    """A packed call's mask with its batch dimension written out, and 4-D if it has rows."""
+    if mask is None:
+        return None
+    if mask.dim() not in (2, 3, 4):
+        raise ShapeError(
+            f"attention: mask must be 2D, 3D or 4D in packed calls, got shape {tuple(mask.shape)}"
+        )
+    if mask.shape[0] == 1:
+        mask = mask.expand(requests, *mask.shape[1:])
+    return _dense_rows(mask.unsqueeze(1) if mask.dim() == 3 else mask)

@@ -11,6 +11,7 @@ from astrai.extension.backend.attention_base import (
     AttentionResult,
 )
 from astrai.extension.backend.kv import PackedKVCache
+from astrai.extension.backend.masks import UNLIMITED
 from astrai.extension.dispatch import Spec, axis
 
 try:
@@ -79,6 +80,17 @@ class FlashAttnBackend(AttentionBackend):
         & axis("head_dim").in_(*range(8, MAX_HEAD_DIM + 1, 8))
         & axis("group").at_least(1)
         & axis("mask").none()
+        & axis("window").falsy()
+        & axis("softcap").falsy()
+        & axis("sinks").falsy()
+        & Spec.of(
+            lambda axes: axes["v_head_dim"] == axes["head_dim"], "v_head_dim that is head_dim"
+        )
+        & Spec.of(
+            # flash-attn takes the maximum of the scores before it scales them.
+            lambda axes: axes["scale"] is None or axes["scale"] > 0,
+            "a scale above 0",
+        )
         & axis("cache").in_(None, "contiguous")
         & axis("capability").at_least(MIN_CAPABILITY)
         & Spec.of(
@@ -117,22 +129,28 @@ class FlashAttnBackend(AttentionBackend):
         *,
         scale: float | None = None,
         return_lse: bool = False,
+        window: tuple[int, int] = UNLIMITED,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionResult:
         """See ``attention``.
 
         Raises:
-            ValueError: There is a mask, which flash-attn cannot apply.
+            ValueError: There is a mask, which flash-attn cannot apply, or a window, softcap or
+                sinks, which this backend does not pass on.
         """
         self._check_fwd(fwd)
         if attn_mask is not None:
             raise ValueError("attention: flash-attn cannot apply a custom attention mask")
+        if tuple(window) != UNLIMITED or softcap > 0 or sinks is not None:
+            raise ValueError("attention: the flash backend takes no window, softcap or sinks")
         if kv_cache is None:
             return _flash_call(q, k, v, is_causal, scale, return_lse)
         runs = kv.segments(kv_cache, q.shape[0], fwd)
         kv.append(kv_cache, layer_id, k, v)
         parts = []
         for run in runs:
-            keys, values, _ = kv.keys_and_values(kv_cache, layer_id, run)
+            keys, values, _ = kv.keys_and_values(kv_cache, layer_id, run, q.dtype)
             query = q[run.q_start : run.q_end].unflatten(0, (run.count, run.q_len))
             parts.append(_flash_call(query, keys, values, is_causal, scale, return_lse))
         if return_lse:

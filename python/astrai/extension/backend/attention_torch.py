@@ -12,7 +12,7 @@ from astrai.extension.backend.attention_base import (
     AttentionResult,
 )
 from astrai.extension.backend.kv import PackedKVCache
-from astrai.extension.backend.masks import combine, expand_mask, packed_masks
+from astrai.extension.backend.masks import UNLIMITED, combine, expand_mask, packed_masks
 from astrai.extension.backend.reference import attention_reference, check_dense
 from astrai.extension.dispatch import Spec
 
@@ -25,6 +25,10 @@ def dense_attention(
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
+    *,
+    window: tuple[int, int] = UNLIMITED,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> AttentionResult:
     """Same contract as ``attention_reference``, by SDPA where it can do the call.
 
@@ -33,8 +37,20 @@ def dense_attention(
     """
     check_dense(q, k, v)
     q_len, kv_len = q.shape[1], k.shape[1]
-    if return_lse or q.numel() == 0 or kv_len == 0:
-        return attention_reference(q, k, v, mask, is_causal, scale, return_lse)
+    written_out = return_lse or softcap > 0 or sinks is not None or q.shape[3] != v.shape[3]
+    if written_out or tuple(window) != UNLIMITED or q.numel() == 0 or kv_len == 0:
+        return attention_reference(
+            q,
+            k,
+            v,
+            mask,
+            is_causal,
+            scale,
+            return_lse,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
     if mask is not None:
         mask = expand_mask(mask, q.shape[0], q.shape[2], q_len, kv_len)
     elif is_causal:
@@ -114,21 +130,27 @@ class TorchNativeBackend(AttentionBackend):
         *,
         scale: float | None = None,
         return_lse: bool = False,
+        window: tuple[int, int] = UNLIMITED,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
     ) -> AttentionResult:
         """See ``attention``."""
         self._check_fwd(fwd)
+        features = {"window": window, "softcap": softcap, "sinks": sinks}
         if kv_cache is None:
-            return dense_attention(q, k, v, attn_mask, is_causal, scale, return_lse)
+            return dense_attention(q, k, v, attn_mask, is_causal, scale, return_lse, **features)
         runs = kv.segments(kv_cache, q.shape[0], fwd)
         masks = packed_masks(attn_mask, runs, q.shape[1])
         kv.append(kv_cache, layer_id, k, v)
         parts = []
         for run, mask in zip(runs, masks, strict=True):
-            keys, values, present = kv.keys_and_values(kv_cache, layer_id, run)
+            keys, values, present = kv.keys_and_values(kv_cache, layer_id, run, q.dtype)
             if present is not None:
                 mask = _with_holes(mask, present)
             query = q[run.q_start : run.q_end].unflatten(0, (run.count, run.q_len))
-            parts.append(dense_attention(query, keys, values, mask, is_causal, scale, return_lse))
+            parts.append(
+                dense_attention(query, keys, values, mask, is_causal, scale, return_lse, **features)
+            )
         if not parts:
             empty = q.new_zeros(q.shape)
             return (empty, q.new_zeros(q.shape[:-1], dtype=torch.float32)) if return_lse else empty

@@ -13,30 +13,43 @@ from typing import NamedTuple, Protocol
 import torch
 
 from astrai.extension.errors import DtypeError, ShapeError
+from astrai.extension.ops.reference import Step, quantised
 
 
 class PackedKVCache(Protocol):
     """What the backends read from a KV cache. B = requests of this call.
 
     Attributes:
-        k_buffer, v_buffer: ``[n_layers, slots, Hk, D]``.
+        k_buffer, v_buffer: ``[n_layers, slots, Hk, D]``, or ``[n_layers, pages, page_size, Hk, D]``
+            with a block table. Float8 e4m3 buffers hold K and V divided by their scales.
         req_to_token: int32 ``[rows, max_seq]``, the slot of each token of each row; negative = no
-            token.
+            token. None with a block table.
         req_pool_indices: int32 ``[B]``, row of each request.
         seq_lens: int ``[B]``, tokens of each request, those of this call included.
         out_cache_loc: int32 ``[tokens]``, slots for the K and V of this call's tokens.
         qo_indptr: int32 ``[B + 1]``, packed offsets of the requests' queries.
 
-    Optional attributes, host copies that save a wait for the device:
+    Optional attributes:
+        block_table: int32 ``[B, max_pages]``, the pages of each request, in place of
+            ``req_to_token``; ``out_cache_loc`` then holds ``page * page_size + offset``.
+        page_size: tokens of a page, 1 without a block table.
+        k_scale, v_scale: dequantisation steps of a float8 cache, floats or fp32 scalars on the
+            device; None = 1.
+        kv_indptr: int32 ``[B + 1]``, prefix sums of ``seq_lens``.
+        q_tile_to_batch, q_tile_to_index: work map of the paged prefill kernel.
+        workspace: memory for the partial results of the kernels.
+        contiguous: bool, row r owns the slots from ``r * max_seq`` on.
+
+    Host copies that save a wait for the device; a captured graph is replayed with other lengths,
+    so the CUDA backend does not look at them in decode:
         lens: list of int, ``seq_lens``.
         rows: list of int, ``req_pool_indices``.
         q_lens: list of int, tokens of this call by request.
-        contiguous: bool, row r owns the slots from ``r * max_seq`` on.
     """
 
     k_buffer: torch.Tensor
     v_buffer: torch.Tensor
-    req_to_token: torch.Tensor
+    req_to_token: torch.Tensor | None
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     out_cache_loc: torch.Tensor
@@ -125,50 +138,98 @@ def segments(cache: PackedKVCache, tokens: int, fwd: str | None) -> list[Segment
     return runs
 
 
-def append(cache: PackedKVCache, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the K and V of this call's tokens into their slots.
+def check_new_tokens(cache: PackedKVCache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Check that the K and V of a call's tokens fit the cache.
 
     Raises:
         ShapeError: k or v do not fit the cache or the number of slots.
-        DtypeError: The cache holds another dtype.
+        DtypeError: The cache holds another dtype, and is not one of float8.
     """
-    slots = cache.out_cache_loc
-    targets = cache.k_buffer[layer_id], cache.v_buffer[layer_id]
-    for name, new, target in zip(("k", "v"), (k, v), targets, strict=True):
-        wanted = (slots.numel(), *target.shape[1:])
+    tokens = cache.out_cache_loc.numel()
+    for name, new, held in (("k", k, cache.k_buffer), ("v", v, cache.v_buffer)):
+        wanted = (tokens, *held.shape[-2:])
         if new.shape != wanted:
             raise ShapeError(
                 f"attention: {name} must be {wanted} to fit kv_cache, got shape {tuple(new.shape)}"
             )
-        if new.dtype is not target.dtype:
+        if new.dtype is not held.dtype and held.dtype is not torch.float8_e4m3fn:
             raise DtypeError(
-                f"attention: {name} must have kv_cache's dtype {target.dtype}, got {new.dtype}"
+                f"attention: {name} must have kv_cache's dtype {held.dtype}, got {new.dtype}"
             )
-    targets[0][slots] = k.detach()
-    targets[1][slots] = v.detach()
+
+
+def steps(cache: PackedKVCache) -> tuple[Step, Step]:
+    """Dequantisation steps of K and V; None where the cache holds them as they are."""
+    return getattr(cache, "k_scale", None), getattr(cache, "v_scale", None)
+
+
+def block_table(cache: PackedKVCache) -> torch.Tensor | None:
+    """The block table, or None where ``req_to_token`` says where tokens lie."""
+    return getattr(cache, "block_table", None)
+
+
+def append(cache: PackedKVCache, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write the K and V of this call's tokens into their slots.
+
+    Raises:
+        ShapeError, DtypeError: See ``check_new_tokens``.
+    """
+    check_new_tokens(cache, k, v)
+    for held, new, step in zip(_slots(cache, layer_id), (k, v), steps(cache), strict=True):
+        stored = quantised(new.detach(), held.dtype, step)
+        if held.dtype is torch.float8_e4m3fn:  # index_put takes no float8
+            held, stored = held.view(torch.uint8), stored.view(torch.uint8)
+        held[cache.out_cache_loc] = stored
+
+
+def _slots(cache: PackedKVCache, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a layer as ``[slots, Hk, D]`` views."""
+    k, v = cache.k_buffer[layer_id], cache.v_buffer[layer_id]
+    return (k, v) if k.dim() == 3 else (k.flatten(0, 1), v.flatten(0, 1))
 
 
 def keys_and_values(
-    cache: PackedKVCache, layer_id: int, run: Segment
+    cache: PackedKVCache, layer_id: int, run: Segment, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """K and V of a segment, each ``[count, kv_len, Hk, D]``, and which of them exist.
 
-    Views in a contiguous cache. Otherwise gathered; then the third value is bool ``[count,
-    kv_len]``, False where the table has a negative entry: such a position has no token and must be
-    masked out.
+    Views in a contiguous cache of ``dtype``. Otherwise gathered; then the third value is bool
+    ``[count, kv_len]``, False where the table has a negative entry: such a position has no token
+    and must be masked out. Float8 caches are dequantised to ``dtype``.
     """
-    k_slots, v_slots = cache.k_buffer[layer_id], cache.v_buffer[layer_id]
+    held = _slots(cache, layer_id)
     if is_contiguous(cache):
         max_seq = cache.req_to_token.shape[1]
         low, high = run.row * max_seq, (run.row + run.count) * max_seq
-        return (
-            k_slots[low:high].unflatten(0, (run.count, max_seq))[:, : run.kv_len],
-            v_slots[low:high].unflatten(0, (run.count, max_seq))[:, : run.kv_len],
-            None,
-        )
-    table = cache.req_to_token[run.row : run.row + run.count, : run.kv_len]
-    present = table >= 0
-    slots = table.clamp(min=0)
+        views = [x[low:high].unflatten(0, (run.count, max_seq))[:, : run.kv_len] for x in held]
+        return *(_restored(*pair, dtype) for pair in zip(views, steps(cache), strict=True)), None
+    slots = _slots_of(cache, run)
+    present = slots >= 0
     # A hole would otherwise read whatever slot 0 holds, and 0 * NaN is NaN.
     hole = ~present[..., None, None]
-    return k_slots[slots].masked_fill(hole, 0), v_slots[slots].masked_fill(hole, 0), present
+    rows = slots.clamp(min=0)
+    k, v = (
+        _restored(x[rows], step, dtype).masked_fill(hole, 0)
+        for x, step in zip(held, steps(cache), strict=True)
+    )
+    return k, v, present
+
+
+def _slots_of(cache: PackedKVCache, run: Segment) -> torch.Tensor:
+    """Slots of a segment's tokens, int64 ``[count, kv_len]``; negative = no token."""
+    table = block_table(cache)
+    if table is None:
+        return cache.req_to_token[run.row : run.row + run.count, : run.kv_len].long()
+    size = cache.page_size
+    pages = table[run.first : run.first + run.count, : -(-run.kv_len // size)].long()
+    slots = pages[..., None] * size + torch.arange(size, device=pages.device)
+    slots = slots.masked_fill(pages[..., None] < 0, -1)
+    return slots.flatten(1)[:, : run.kv_len]
+
+
+def _restored(x: torch.Tensor, step: Step, dtype: torch.dtype) -> torch.Tensor:
+    """Float8 values times their step; others as they are."""
+    if x.dtype is not torch.float8_e4m3fn:
+        return x
+    wide = x.float()
+    return (wide if step is None else wide * step).to(dtype)

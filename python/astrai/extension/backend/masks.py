@@ -15,6 +15,8 @@ import torch
 from astrai.extension.backend.kv import Segment
 from astrai.extension.errors import DtypeError, ShapeError
 
+UNLIMITED = (-1, -1)
+
 
 def mask_kind(mask: torch.Tensor | None) -> str | None:
     """``"bool"``, ``"additive"`` (floating) or ``"other"`` (no mask dtype); None without a mask."""
@@ -96,14 +98,29 @@ def packed_masks(
     return parts
 
 
-def causal_keep(q_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-    """Bool ``[q_len, kv_len]``, True where the bottom-right causal mask lets a key through."""
-    ones = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
-    return ones.tril(kv_len - q_len)
+def diagonal_keep(
+    q_len: int, kv_len: int, is_causal: bool, window: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Bool ``[q_len, kv_len]``, True for the keys inside the causal diagonal and the window."""
+    left, right = window
+    if is_causal:
+        right = 0
+    keep = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+    # A side wider than every sequence is the same as no bound; torch takes no larger diagonal.
+    if 0 <= right < kv_len + q_len:
+        keep = keep.tril(kv_len - q_len + right)
+    if 0 <= left < kv_len + q_len:
+        keep = keep.triu(kv_len - q_len - left)
+    return keep
 
 
 def combine(
-    mask: torch.Tensor | None, is_causal: bool, q_len: int, kv_len: int, device: torch.device
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    q_len: int,
+    kv_len: int,
+    device: torch.device,
+    window: tuple[int, int] = UNLIMITED,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Split a 4-D mask and the causal flag into (keep, bias).
 
@@ -113,6 +130,7 @@ def combine(
         q_len: Queries.
         kv_len: Keys.
         device: Where the causal mask goes.
+        window: Keys left and right of the bottom-right diagonal that are seen, -1 = all.
 
     Returns:
         ``keep``: bool, broadcastable to ``[batch, heads, q_len, kv_len]``; None = every key.
@@ -128,7 +146,7 @@ def combine(
             barred = mask == float("-inf")
             keep = ~barred
             bias = mask.masked_fill(barred, 0.0)
-    if is_causal:
-        causal = causal_keep(q_len, kv_len, device)
-        keep = causal if keep is None else keep & causal
+    if is_causal or window != UNLIMITED:
+        inside = diagonal_keep(q_len, kv_len, is_causal, window, device)
+        keep = inside if keep is None else keep & inside
     return keep, bias

@@ -6,14 +6,14 @@ import math
 
 import torch
 
-from astrai.extension.backend.masks import combine, expand_mask
+from astrai.extension.backend.masks import UNLIMITED, combine, expand_mask
 from astrai.extension.errors import DtypeError, ShapeError
 
 
 def check_dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: str = "attention"
 ) -> None:
-    """Check q ``[B, Lq, Hq, D]`` against k and v ``[B, Lk, Hk, D]``.
+    """Check q ``[B, Lq, Hq, D]`` against k ``[B, Lk, Hk, D]`` and v ``[B, Lk, Hk, Dv]``.
 
     Raises:
         ShapeError: Ranks, sizes or head counts do not fit.
@@ -26,9 +26,10 @@ def check_dense(
                 f"{where}: {name} must be 4D [batch, seq, heads, head_dim], "
                 f"got shape {tuple(tensor.shape)}"
             )
-    if k.shape != v.shape:
+    if k.shape[:-1] != v.shape[:-1]:
         raise ShapeError(
-            f"{where}: k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}"
+            f"{where}: k and v must have one shape but for the head_dim, got {tuple(k.shape)} and "
+            f"{tuple(v.shape)}"
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ShapeError(
@@ -60,6 +61,40 @@ def check_heads(q_heads: int, kv_heads: int, where: str = "attention") -> None:
         )
 
 
+def check_features(
+    window: object, softcap: float, sinks: object, q: torch.Tensor, where: str = "attention"
+) -> None:
+    """Check window, softcap and sinks of a call with q ``[..., Hq, D]``.
+
+    Raises:
+        ShapeError: A number out of range, or sinks of another shape.
+        DtypeError: Sinks are not float32 (float64 goes with a float64 q).
+        TypeError: Sinks are no tensor.
+        ValueError: Sinks are on another device.
+    """
+    sides = tuple(window) if isinstance(window, (tuple, list)) else ()
+    if len(sides) != 2 or not all(isinstance(n, int) and n >= -1 for n in sides):
+        raise ShapeError(
+            f"{where}: window must be (left, right), integers of -1 (all keys) or more, "
+            f"got {window!r}"
+        )
+    if not 0 <= softcap < math.inf:
+        raise ShapeError(f"{where}: softcap must be finite and 0 or more, got {softcap}")
+    if sinks is None:
+        return
+    if not isinstance(sinks, torch.Tensor):
+        raise TypeError(f"{where}: sinks must be a torch.Tensor, got {type(sinks).__name__}")
+    if sinks.shape != q.shape[-2:-1]:
+        raise ShapeError(
+            f"{where}: sinks must be [{q.shape[-2]}], one for each head of q, "
+            f"got shape {tuple(sinks.shape)}"
+        )
+    if sinks.dtype is not torch.float32 and not sinks.dtype is q.dtype is torch.float64:
+        raise DtypeError(f"{where}: sinks must be float32, got {sinks.dtype}")
+    if sinks.device != q.device:
+        raise ValueError(f"{where}: sinks must be on q's device {q.device}, got {sinks.device}")
+
+
 def attention_reference(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -68,8 +103,12 @@ def attention_reference(
     is_causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
+    *,
+    window: tuple[int, int] = UNLIMITED,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q k^T + mask) v, with every score held in memory.
+    """softmax(softcap(scale * q k^T) + mask) v, with every score held in memory.
 
     Any device and floating dtype; float64 inputs are computed in float64, all others in float32.
     Differentiable, also in rows that see no key.
@@ -77,17 +116,22 @@ def attention_reference(
     Args:
         q: ``[B, Lq, Hq, D]``.
         k: ``[B, Lk, Hk, D]``, Hq a multiple of Hk; query head h reads K/V head ``h // (Hq // Hk)``.
-        v: As k.
+        v: ``[B, Lk, Hk, Dv]``.
         mask: See ``backend.masks``.
         is_causal: Bottom-right causal mask, on top of ``mask``.
         scale: Factor of q k^T; None = ``1 / sqrt(D)``.
         return_lse: Also return the natural-log sum of exp of each row's scores.
+        window: Keys left and right of the bottom-right diagonal that are seen, -1 = all.
+        softcap: Scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; 0 = none.
+        sinks: ``[Hq]``, natural-log logits that stand in the denominator only, and in lse.
 
     Returns:
-        ``out [B, Lq, Hq, D]`` in q's dtype, or ``(out, lse)`` with lse ``[B, Lq, Hq]`` in float32
-        (float64 for float64 inputs). A row that sees no key has out 0 and lse -inf.
+        ``out [B, Lq, Hq, Dv]`` in q's dtype, or ``(out, lse)`` with lse ``[B, Lq, Hq]`` in float32
+        (float64 for float64 inputs). A row that sees no key has out 0 and lse -inf, or
+        with a sink lse = sink.
     """
     check_dense(q, k, v, "attention_reference")
+    check_features(window, softcap, sinks, q, "attention_reference")
     batch, q_len, q_heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1], k.shape[2]
     group = q_heads // kv_heads
@@ -95,16 +139,20 @@ def attention_reference(
         scale = 1.0 / math.sqrt(head_dim)
     if mask is not None:
         mask = expand_mask(mask, batch, q_heads, q_len, kv_len, "attention_reference")
-    keep, bias = combine(mask, is_causal, q_len, kv_len, q.device)
+    keep, bias = combine(mask, is_causal, q_len, kv_len, q.device, tuple(window))
 
     compute = torch.float64 if q.dtype is torch.float64 else torch.float32
     grouped = q.to(compute).unflatten(2, (kv_heads, group))
     scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(compute)).flatten(1, 2) * scale
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias.to(compute)
     if keep is not None:
         scores = scores.masked_fill(~keep, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(compute)[:, None].expand_as(lse))
     # In a row without keys every score and lse are -inf; their difference would be NaN.
     shift = lse.masked_fill(lse == float("-inf"), 0.0)
     weights = torch.exp(scores - shift.unsqueeze(-1)).unflatten(1, (kv_heads, group))

@@ -1,7 +1,9 @@
 """Registers the kernels as operators of torch, ``torch.ops.astrai.<name>``.
 
 Eager calls do not come this way. The operators serve what has to see an operator: torch.compile and
-torch.export, fake and meta tensors, vmap, tensor subclasses, dispatch modes and function modes.
+torch.export, fake and meta tensors, vmap, tensor subclasses, dispatch modes and function modes. On
+CPU tensors they compute the definition (``ops.reference``), so that what holds them can be traced
+and tested without a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,19 @@ def _plain(value: object) -> object:
     return value
 
 
-def define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+def _on_plain_tensors(run: Callable[..., object]) -> Callable[..., object]:
+    def run_plain(*args: object, **kwargs: object) -> object:
+        return run(*map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
+
+    return run_plain
+
+
+def define(
+    schema: str,
+    run: Callable[..., object],
+    fake: Callable[..., object],
+    reference: Callable[..., object],
+) -> None:
     """Defines the operator ``astrai::<schema>``.
 
     Args:
@@ -30,13 +44,11 @@ def define(schema: str, run: Callable[..., object], fake: Callable[..., object])
         run: Called with plain CUDA tensors.
         fake: Called with tensors that have no memory; returns outputs of the right shape, dtype and
             device.
+        reference: Called with plain CPU tensors.
     """
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
     operator = getattr(torch.ops.astrai, name).default
-
-    def run_cuda(*args: object, **kwargs: object) -> object:
-        return run(*map(_plain, args), **{key: _plain(value) for key, value in kwargs.items()})
 
     def refuse_autograd(*args: object, **kwargs: object) -> object:
         if torch.is_grad_enabled():
@@ -49,6 +61,7 @@ def define(schema: str, run: Callable[..., object], fake: Callable[..., object])
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 
-    _LIBRARY.impl(name, run_cuda, "CUDA")
+    _LIBRARY.impl(name, _on_plain_tensors(run), "CUDA")
+    _LIBRARY.impl(name, _on_plain_tensors(reference), "CPU")
     _LIBRARY.impl(name, refuse_autograd, "Autograd")
     torch.library.register_fake(f"astrai::{name}", fake, lib=_LIBRARY)

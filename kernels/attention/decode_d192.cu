@@ -1,0 +1,12 @@
+// Decode on tensor cores: head dims up to 192, contiguous keys.
+#ifndef ASTRAI_NO_MMA
+
+#include "kernels/attention/decode_launch.cuh"
+
+namespace astrai::attention {
+
+ASTRAI_DECODE_KERNELS(192, 192, ContigKV);
+
+}  // namespace astrai::attention
+
+#endif  // ASTRAI_NO_MMA

@@ -1,0 +1,12 @@
+// Decode on tensor cores: head dims up to 96, paged keys.
+#ifndef ASTRAI_NO_MMA
+
+#include "kernels/attention/decode_launch.cuh"
+
+namespace astrai::attention {
+
+ASTRAI_DECODE_KERNELS(96, 96, PagedKV);
+
+}  // namespace astrai::attention
+
+#endif  // ASTRAI_NO_MMA

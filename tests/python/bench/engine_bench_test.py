@@ -1,0 +1,199 @@
+"""bench_engine on a small model and a CPU: both sides answer alike, and the work is counted."""
+
+import dataclasses
+import math
+import types
+
+import pytest
+from absl import flags
+
+from tools.bench import bench_engine, engine_models, harness
+
+torch = pytest.importorskip("torch")
+
+TINY = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "max_position": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+SHAPE = {"model": "tiny", "batch": 3, "prompt": 20, "new_tokens": 6}
+
+
+@pytest.fixture(autouse=True)
+def parsed_flags():
+    flags.FLAGS(["test"])
+    yield
+    flags.FLAGS.unparse_flags()
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setitem(engine_models.MODELS, "tiny", TINY)
+    torch.manual_seed(torch.seed() % 2**31)
+    model = engine_models.ours("tiny", "cpu")
+    with torch.no_grad():  # large enough that bf16 does not make ties
+        for weight in model.decoder.parameters():
+            if weight.dim() == 2:
+                weight.normal_(std=0.3)
+    return dataclasses.replace(model, decoder=model.decoder.float())
+
+
+def test_both_sides_give_the_same_tokens(tiny):
+    pytest.importorskip("transformers")
+    prompts = bench_engine.random_prompts(SHAPE)
+    engine = bench_engine.make_engine(tiny, SHAPE)
+    mine = bench_engine.run_engine(engine, prompts, SHAPE["new_tokens"])
+    peer = engine_models.theirs(tiny.decoder)
+    theirs = bench_engine.run_transformers(peer, prompts, SHAPE["new_tokens"], compiled=False)
+    assert [len(tokens) for tokens in mine.tokens] == [6, 6, 6]
+    assert mine.tokens == theirs.tokens
+    assert bench_engine.agreement(mine, theirs) == 1.0
+    # The prompts are one step; the rest of the tokens one each.
+    assert len(mine.steps) == len(theirs.steps) == 5
+    assert 0 < sum(mine.steps) < mine.seconds
+
+
+def test_the_peer_shares_all_but_q_and_k(tiny):
+    pytest.importorskip("transformers")
+    peer = engine_models.theirs(tiny.decoder)
+    ours = {weight.data_ptr() for weight in tiny.decoder.parameters()}
+    own = [name for name, w in peer.named_parameters() if w.data_ptr() not in ours]
+    assert len(own) == 2 * TINY["num_layers"]
+    assert all(".q_proj." in name or ".k_proj." in name for name in own)
+
+
+def test_parameters_are_those_of_the_decoder(tiny):
+    matrices = sum(w.numel() for w in tiny.decoder.parameters() if w.dim() == 2)
+    assert engine_models.matrix_parameters(TINY) == matrices  # the head is the embedding table
+
+
+def test_llama_3_8b_has_its_size():
+    parameters = engine_models.matrix_parameters(engine_models.MODELS["Llama-3-8B"])
+    assert parameters == pytest.approx(8.03e9 - 128256 * 4096, rel=1e-3)
+    assert engine_models.kv_bytes_per_token(engine_models.MODELS["Llama-3-8B"]) == 128 << 10
+
+
+def test_a_decode_step_reads_weights_and_keys():
+    shape = {"model": "Llama-3-8B", "batch": 8, "prompt": 1024, "new_tokens": 128}
+    step = engine_models.engine_work({**shape, "part": "decode_step"})
+    weights = 2 * engine_models.matrix_parameters(engine_models.MODELS["Llama-3-8B"])
+    assert step.num_bytes == weights + 8 * 1088 * (128 << 10)
+    whole = engine_models.engine_work({**shape, "part": "generate"})
+    assert whole.num_bytes == weights + 127 * step.num_bytes
+    prefill = whole.flops - 127 * step.flops
+    assert prefill == pytest.approx(8 * 1024 * 2 * (7.5e9 - 0.5e9), rel=0.05)
+
+
+def run(first=1, seconds=1.0, steps=(0.1,)):
+    return bench_engine.Run([[first]], seconds, list(steps))
+
+
+def test_turns_are_mirrored_and_the_first_run_does_not_count():
+    log = []
+
+    def candidate(name, times):
+        times = iter(times)
+
+        def call():
+            log.append(name)
+            return run(seconds=next(times))
+
+        return call
+
+    found = bench_engine.take_turns(
+        {"astrai": candidate("a", [99, 1, 2, 3, 4]), "peer": candidate("b", [99, 5, 6, 7, 8])}, 4
+    )
+    assert "".join(log) == "ab" + "abba" * 2
+    assert found["astrai"].seconds() == 2.5
+    assert found["peer"].seconds() == 6.5
+
+
+def test_a_peer_that_fails_is_left_out(capsys):
+    def broken():
+        raise OSError("no compiler")
+
+    found = bench_engine.take_turns({"astrai": run, "transformers": broken}, 2)
+    assert list(found) == ["astrai"]
+    assert "transformers does not run here: no compiler" in capsys.readouterr().err
+    with pytest.raises(OSError, match="no compiler"):
+        bench_engine.take_turns({"astrai": broken}, 2)
+
+
+def test_without_decode_steps_there_is_no_row_of_them():
+    assert math.isnan(bench_engine.Runs([run(steps=())]).step_seconds())
+    shape = {**SHAPE, "model": "Llama-3-8B", "part": "decode_step"}
+    assert list(bench_engine._rows(shape, {"astrai": float("nan"), "peer": 1.0})) == []
+
+
+def test_the_kernels_share_of_a_step_is_printed():
+    lines = bench_engine.kernel_table({"gemm": 60.0, "attention": 20.0}, 100.0)
+    assert lines[0] == "  kernels: 80.0 of 100.0 us of a step (80%)"
+    assert lines[1].split() == ["60.00", "us", "75.0%", "gemm"]
+
+
+def test_an_unknown_model_is_refused():
+    flags.FLAGS(["test", "--only_shapes", "--shapes=model=GPT"])
+    with pytest.raises(ValueError, match=r"model must be one of SmolLM2-135M, Llama-3-8B, got GPT"):
+        list(bench_engine.generate())
+
+
+def test_all_rows_of_a_shape(tiny, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    flags.FLAGS(["test", "--peer=transformers_eager", "--turns=2"])
+    monkeypatch.setattr(harness, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
+    monkeypatch.setattr(engine_models, "ours", lambda name, device: tiny)
+    monkeypatch.setattr(bench_engine, "profile_steps", lambda *_: {"gemm": 3.0, "other": 1.0})
+    bench_engine._models.cache_clear()
+    rows = list(bench_engine.measure_shape({**SHAPE, "new_tokens": 12}))
+    bench_engine._models.cache_clear()
+    assert [(row.variant, row.peer) for row in rows] == [
+        ("generate", "transformers_eager"),
+        ("decode_step", "transformers_eager"),
+        ("kernels", "astrai_step"),
+    ]
+    generate, step, kernels = rows
+    assert generate.us > 11 * step.us * 0.5
+    assert kernels.us == 4.0
+    assert kernels.peer_us == step.us
+    printed = capsys.readouterr().out
+    assert "tiny batch 3, astrai: " in printed
+    assert "the first token is that of ours in 100% of the requests" in printed
+
+
+class FakeProfile:
+    """Stands for torch's profiler, which needs a GPU."""
+
+    def __init__(self, activities):
+        self.entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+        return self
+
+    def __exit__(self, *problem):
+        pass
+
+    def key_averages(self):
+        events = {"gemm": 70.0, "aten::mm": 0.0}
+        return [types.SimpleNamespace(key=k, self_device_time_total=v) for k, v in events.items()]
+
+
+def test_steps_are_profiled_only_while_all_requests_decode(tiny, monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", FakeProfile)
+    engine = bench_engine.make_engine(tiny, {**SHAPE, "new_tokens": 12})
+    prompts = bench_engine.random_prompts(SHAPE)
+    # The prompts' step and the warm ones give 5 tokens; the other 7 are profiled.
+    assert bench_engine.profile_steps(engine, prompts, 12) == {"gemm": 10.0}
+    assert engine.stats.steps == 12
+    assert not engine.step()  # the requests are gone
+    # Answers that end before all steps are warm leave nothing to profile.
+    assert bench_engine.profile_steps(engine, prompts, 3) == {}

@@ -1,0 +1,293 @@
+"""The engine's tokens per second against transformers' generate with SDPA and a static cache.
+
+    python -m tools.bench.bench_engine --quick --json engine.jsonl
+
+Both answer the same prompts of random tokens greedily, with the same weights, in turns (A B B A).
+Three rows for each shape: "generate", the whole call (tokens per second are batch * new_tokens over
+it); "decode_step", the median step in which all requests decode; and "kernels", what the kernels of
+such a step take, against the step. The peer "transformers" compiles its decode step, as it does by
+itself with a static cache; "transformers_eager" is told not to.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from absl import flags
+
+from tools.bench import engine_models, harness
+from tools.bench.results import Row
+
+_PEERS = flags.DEFINE_multi_enum(
+    "peer",
+    ["transformers"],
+    ["transformers", "transformers_eager"],
+    "What to measure against; may be given several times.",
+)
+_TURNS = flags.DEFINE_integer("turns", 4, "How often each generates; even.", 2)
+
+DEFAULTS: dict[str, Any] = {
+    "model": "Llama-3-8B",
+    "batch": 1,
+    "prompt": 1024,
+    "new_tokens": 128,
+}
+TABLE = [{"model": model, "batch": batch} for model in engine_models.MODELS for batch in (1, 8, 64)]
+QUICK = [{"model": model, "batch": 1} for model in engine_models.MODELS]
+PAGE_SIZE = 16
+_PREFILL_TOKENS = 8192
+_WARM_STEPS = 4  # the second of them captures a graph
+_PROFILED_STEPS = 16
+_TOP_KERNELS = 12
+
+
+@dataclass
+class Run:
+    """One generate: its answers, and how long it and its decode steps took.
+
+    Attributes:
+        tokens: New tokens of each request.
+        seconds: Time of the whole call.
+        steps: Seconds of each step in which all requests decoded, and nothing else was done.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    steps: list[float]
+
+
+@dataclass
+class Runs:
+    """Several runs of one candidate."""
+
+    runs: list[Run] = field(default_factory=list)
+
+    def seconds(self) -> float:
+        """Returns the median of the whole calls."""
+        return statistics.median(run.seconds for run in self.runs)
+
+    def step_seconds(self) -> float:
+        """Returns the median of all decode steps; NaN if there was none."""
+        steps = [step for run in self.runs for step in run.steps]
+        return statistics.median(steps) if steps else float("nan")
+
+
+def make_engine(model: Any, shape: dict[str, Any]) -> Any:
+    """Returns an engine whose cache holds all requests to their end."""
+    from astrai.inference import Engine
+
+    length = shape["prompt"] + shape["new_tokens"]
+    pages = -(-length // PAGE_SIZE) + 1
+    return Engine(
+        model,
+        max_seq_len=length,
+        max_batch_size=shape["batch"],
+        n_tokens=shape["batch"] * pages * PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_batch_tokens=max(_PREFILL_TOKENS, shape["batch"]),
+        prefix_cache=False,  # the same prompts come again and again
+    )
+
+
+def run_engine(engine: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> Run:
+    """Answers the prompts with our engine; a step ends when its tokens are on the host."""
+    start = time.perf_counter()
+    answers = [engine.submit(p, max_tokens=new_tokens, stop_ids=()) for p in prompts]
+    steps, busy = [], True
+    while busy:
+        begin, before = time.perf_counter(), engine.stats.decode_tokens
+        busy = engine.step()
+        if engine.stats.decode_tokens - before == len(prompts):
+            steps.append(time.perf_counter() - begin)
+    seconds = time.perf_counter() - start
+    return Run([list(answer.token_ids) for answer in answers], seconds, steps)
+
+
+def run_transformers(
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, compiled: bool
+) -> Run:
+    """Answers the prompts with transformers; it looks at every token before the next step."""
+    import torch
+
+    ids = torch.tensor(prompts, device=model.device)
+    times: list[float] = []
+
+    def note_time(input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        times.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    _synchronize()
+    start = time.perf_counter()
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=not compiled,
+        stopping_criteria=[note_time],
+    )
+    tokens = out[:, ids.shape[1] :].tolist()
+    seconds = time.perf_counter() - start
+    return Run(tokens, seconds, [b - a for a, b in itertools.pairwise(times)])
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def take_turns(candidates: dict[str, Callable[[], Run]], turns: int) -> dict[str, Runs]:
+    """Runs the candidates in the order A B B A, after one run of each that does not count.
+
+    A peer that fails is left out with a line; the first candidate, ours, must run.
+    """
+    ours, alive = next(iter(candidates)), {}
+    for name, run in candidates.items():
+        try:
+            run()
+        except Exception as error:  # a peer brings its compiler along
+            if name == ours:
+                raise
+            harness.note_peer_failure(name, error)
+        else:
+            alive[name] = Runs()
+    names = list(alive)
+    for _ in range(turns // 2):
+        for index in harness.mirrored_order(len(names)):
+            alive[names[index]].runs.append(candidates[names[index]]())
+    return alive
+
+
+def agreement(mine: Run, others: Run) -> float:
+    """Returns in how many requests the first new token is the same, as a fraction."""
+    pairs = list(zip(mine.tokens, others.tokens, strict=True))
+    return sum(a[0] == b[0] for a, b in pairs) / len(pairs)
+
+
+def profile_steps(
+    engine: Any, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, float]:
+    """Returns the microseconds that each kernel takes in a step in which all requests decode."""
+    from torch.profiler import ProfilerActivity, profile
+
+    answers = [engine.submit(p, max_tokens=new_tokens, stop_ids=()) for p in prompts]
+    whole_steps = 0
+    while whole_steps < _WARM_STEPS:
+        before = engine.stats.decode_tokens
+        engine.step()
+        whole_steps += engine.stats.decode_tokens - before == len(prompts)
+        if any(answer.finish_reason for answer in answers):
+            return {}
+    steps = min(_PROFILED_STEPS, new_tokens - max(len(answer.token_ids) for answer in answers))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            engine.step()
+        _synchronize()
+    for answer in answers:
+        answer.close()
+    return {
+        event.key: event.self_device_time_total / steps
+        for event in profiler.key_averages()
+        if event.self_device_time_total > 0
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _models(name: str) -> tuple[Any, Any]:
+    """Ours and transformers' model, or None in its place where it cannot be made."""
+    model = engine_models.ours(name, harness.DEVICE)
+    try:
+        return model, engine_models.theirs(model.decoder)
+    except Exception as error:  # not installed, or of another age
+        harness.note_peer_failure("transformers", error)
+        return model, None
+
+
+def random_prompts(shape: dict[str, Any]) -> list[list[int]]:
+    """Returns prompts of random tokens."""
+    import torch
+
+    size = (shape["batch"], shape["prompt"])
+    return torch.randint(engine_models.MODELS[shape["model"]]["vocab_size"], size).tolist()
+
+
+def measure_shape(shape: dict[str, Any]) -> Iterator[Row]:
+    """Yields the rows of one model and batch."""
+    gc.collect()  # the last shape's caches
+    model, peer = _models(shape["model"])
+    prompts, new_tokens = random_prompts(shape), shape["new_tokens"]
+    engine = make_engine(model, shape)
+    candidates = {"astrai": lambda: run_engine(engine, prompts, new_tokens)}
+    for name in _PEERS.value if peer is not None else ():
+        candidates[name] = functools.partial(
+            run_transformers, peer, prompts, new_tokens, compiled=name == "transformers"
+        )
+    found = take_turns(candidates, _TURNS.value)
+    mine = found["astrai"]
+    tokens = shape["batch"] * new_tokens
+    for name, runs in found.items():
+        print(
+            f"{shape['model']} batch {shape['batch']}, {name}: {tokens / runs.seconds():.0f} "
+            f"tokens/s, {runs.step_seconds() * 1e3:.3f} ms a decode step",
+            flush=True,
+        )
+        if name != "astrai":
+            alike = agreement(mine.runs[-1], runs.runs[-1])
+            print(f"  the first token is that of ours in {alike:.0%} of the requests", flush=True)
+            if alike < 0.5:
+                harness.note_failure(f"the first token is not that of {name} in {1 - alike:.0%}")
+    for part, us in (
+        ("generate", {name: runs.seconds() * 1e6 for name, runs in found.items()}),
+        ("decode_step", {name: runs.step_seconds() * 1e6 for name, runs in found.items()}),
+    ):
+        yield from _rows({**shape, "part": part}, us)
+    kernels = profile_steps(engine, prompts, new_tokens)
+    step_us = mine.step_seconds() * 1e6
+    for line in kernel_table(kernels, step_us):
+        print(line, flush=True)
+    if kernels:
+        us = {"astrai": sum(kernels.values()), "astrai_step": step_us}
+        yield from _rows({**shape, "part": "kernels"}, us)
+
+
+def _rows(shape: dict[str, Any], us: dict[str, float]) -> Iterator[Row]:
+    us = {name: time_us for name, time_us in us.items() if not math.isnan(time_us)}
+    if "astrai" not in us:
+        return
+    work = engine_models.engine_work(shape)
+    yield from harness.rows_of("engine", shape, "bfloat16", shape["part"], work, us)
+
+
+def kernel_table(kernels: dict[str, float], step_us: float) -> list[str]:
+    """Returns lines: the share of the kernels in a step, and those that take longest."""
+    total = sum(kernels.values())
+    lines = [f"  kernels: {total:.1f} of {step_us:.1f} us of a step ({total / step_us:.0%})"]
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_TOP_KERNELS]
+    return lines + [f"  {us:9.2f} us {us / total:5.1%}  {name[:100]}" for name, us in longest]
+
+
+def generate() -> Iterator[Row]:
+    """Yields the rows of the shapes that the flags ask for."""
+    shapes = harness.shapes_to_run(TABLE, QUICK, DEFAULTS)
+    unknown = sorted({shape["model"] for shape in shapes} - set(engine_models.MODELS))
+    if unknown:
+        raise ValueError(
+            f"--shapes: model must be one of {', '.join(engine_models.MODELS)}, got {unknown[0]}"
+        )
+    yield from harness.each("engine", shapes, measure_shape)
+
+
+if __name__ == "__main__":
+    harness.main(generate)
