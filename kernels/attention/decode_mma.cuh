@@ -59,7 +59,8 @@ struct SliceCopy {
                                                uint64_t policy) {
     const int chunk = threadIdx.x % 32 % kChunks;
     constexpr int kPasses = DecodeTile::kSliceKeys / kRowsPerPass;
-#pragma unroll
+    constexpr int kUnroll = kPasses < 8 ? kPasses : 8;  // 16 addresses at a time are too many
+#pragma unroll kUnroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = row() + pass * kRowsPerPass;
       const int page = kPaged ? __shfl_sync(0xffffffffu, pages, r) : 0;

@@ -13,12 +13,6 @@
 
 namespace astrai::attention {
 
-// Bytes from row to row of a tile in shared memory (TileRows of kernels/common/ldmatrix.cuh).
-constexpr int tile_row_bytes(int dim, int element_bytes) {
-  const int bytes = dim * element_bytes;
-  return bytes % 128 == 0 ? bytes : (bytes / 16 | 1) * 16;
-}
-
 // Each warp streams slices of 16 keys through two rings of its own, one for K and one for V.
 struct DecodeTile {
   int warps;
@@ -55,7 +49,6 @@ constexpr DecodeTile decode_tile(int qk_dim, int v_dim, int element_bytes) {
 }
 
 inline constexpr int kDecodeBlocksPerSm = 2;    // that registers allow
-inline constexpr int kReservedSmem = 1024;      // bytes of shared memory the system takes per block
 inline constexpr int kDecodeStaticSmem = 3072;  // bound on the static part of a block
 inline constexpr int kMostClusterBlocks = 8;
 inline constexpr int kMostWorkers = 1024;  // that may share a pair

@@ -55,8 +55,8 @@ struct PackedRows {
 // compiler run is long.
 template <typename T, int kQkDim, int kVDim, int kRows, typename QSchedule, typename KvSource>
 struct PrefillKernel {
-  static constexpr PrefillTile kTile = prefill_tile(
-      {kQkDim, kVDim}, kRows, static_cast<int>(sizeof(typename KvSource::Element)));
+  static constexpr PrefillTile kTile =
+      prefill_tile({kQkDim, kVDim}, kRows, static_cast<int>(sizeof(typename KvSource::Element)));
 
   static cudaError_t launch(const PrefillArgs<QSchedule, KvSource>& args, int64_t blocks,
                             cudaStream_t stream);

@@ -1,14 +1,12 @@
-// Prefill on tensor cores, head dim 128.
+// Prefill on tensor cores: head dims up to 128, rectangular queries, contiguous keys.
 #ifndef ASTRAI_NO_MMA
 
 #include "kernels/attention/prefill_launch.cuh"
 
 namespace astrai::attention {
 
-template cudaError_t launch_prefill_mma<__nv_bfloat16, 128>(
-    const PrefillArgs<DenseQSchedule, ContigKV<__nv_bfloat16>>&, const PrefillPlan&, cudaStream_t);
-template cudaError_t launch_prefill_mma<__half, 128>(
-    const PrefillArgs<DenseQSchedule, ContigKV<__half>>&, const PrefillPlan&, cudaStream_t);
+ASTRAI_PREFILL_KERNELS(128, 128, DenseQSchedule, ContigKV);
+ASTRAI_PREFILL_LARGE_KERNELS(128, 128, DenseQSchedule, ContigKV);
 
 }  // namespace astrai::attention
 

@@ -1,14 +1,12 @@
-// Prefill on tensor cores, head dim 256.
+// Prefill on tensor cores: head dims up to 256, rectangular queries, contiguous keys.
 #ifndef ASTRAI_NO_MMA
 
 #include "kernels/attention/prefill_launch.cuh"
 
 namespace astrai::attention {
 
-template cudaError_t launch_prefill_mma<__nv_bfloat16, 256>(
-    const PrefillArgs<DenseQSchedule, ContigKV<__nv_bfloat16>>&, const PrefillPlan&, cudaStream_t);
-template cudaError_t launch_prefill_mma<__half, 256>(
-    const PrefillArgs<DenseQSchedule, ContigKV<__half>>&, const PrefillPlan&, cudaStream_t);
+ASTRAI_PREFILL_KERNELS(256, 256, DenseQSchedule, ContigKV);
+ASTRAI_PREFILL_LARGE_KERNELS(256, 256, DenseQSchedule, ContigKV);
 
 }  // namespace astrai::attention
 

@@ -1,35 +1,39 @@
-// Definition of launch_prefill_mma, included by the translation units that instantiate it.
+// Definition of PrefillKernel, included by the translation units that instantiate it.
 #pragma once
 
-#include "kernels/attention/mma_launch.cuh"
 #include "kernels/attention/prefill_mma.cuh"
 #include "kernels/common/launch.h"
 
 namespace astrai::attention {
 
-template <typename T, int kHeadDim, int kRows>
-cudaError_t launch_prefill_tile(const PrefillArgs<DenseQSchedule, ContigKV<T>>& args,
-                                const PrefillPlan& plan, cudaStream_t stream) {
-  constexpr PrefillTile kTile = prefill_tile(kHeadDim, kRows);
+template <typename T, int kQkDim, int kVDim, int kRows, typename QSchedule, typename KvSource>
+cudaError_t PrefillKernel<T, kQkDim, kVDim, kRows, QSchedule, KvSource>::launch(
+    const PrefillArgs<QSchedule, KvSource>& args, int64_t blocks, cudaStream_t stream) {
   LaunchConfig config;
-  config.grid = dim3(static_cast<unsigned>(plan.blocks));
+  config.grid = dim3(static_cast<unsigned>(blocks));
   config.block = dim3(kTile.threads());
   config.smem_bytes = kTile.smem_bytes();
   config.stream = stream;
-  return launch<prefill_mma_kernel<T, kHeadDim, kRows, DenseQSchedule, ContigKV<T>>>(config, args);
+  return astrai::launch<prefill_mma_kernel<T, kQkDim, kVDim, kRows, QSchedule, KvSource>>(config,
+                                                                                          args);
 }
 
-template <typename T, int kHeadDim>
-cudaError_t launch_prefill_mma(const PrefillArgs<DenseQSchedule, ContigKV<T>>& args,
-                               const PrefillPlan& plan, cudaStream_t stream) {
-  switch (plan.tile_rows) {
-    case kPrefillLargeRows:
-      return launch_prefill_tile<T, kHeadDim, kPrefillLargeRows>(args, plan, stream);
-    case kPrefillSmallRows:
-      return launch_prefill_tile<T, kHeadDim, kPrefillSmallRows>(args, plan, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
-}
+// Both element types of Q, and K and V of the same type.
+#define ASTRAI_PREFILL_ROWS(qk_dim, v_dim, rows, schedule, source)            \
+  template struct PrefillKernel<__nv_bfloat16, qk_dim, v_dim, rows, schedule, \
+                                source<__nv_bfloat16>>;                       \
+  template struct PrefillKernel<__half, qk_dim, v_dim, rows, schedule, source<__half>>
+
+// What every pair of head dims has: small tiles, also with K and V of e4m3.
+#define ASTRAI_PREFILL_KERNELS(qk_dim, v_dim, schedule, source)                            \
+  ASTRAI_PREFILL_ROWS(qk_dim, v_dim, kPrefillSmallRows, schedule, source);                 \
+  template struct PrefillKernel<__nv_bfloat16, qk_dim, v_dim, kPrefillSmallRows, schedule, \
+                                source<__nv_fp8_e4m3>>;                                    \
+  template struct PrefillKernel<__half, qk_dim, v_dim, kPrefillSmallRows, schedule,        \
+                                source<__nv_fp8_e4m3>>
+
+// What those of has_large_prefill_tile have beside.
+#define ASTRAI_PREFILL_LARGE_KERNELS(qk_dim, v_dim, schedule, source) \
+  ASTRAI_PREFILL_ROWS(qk_dim, v_dim, kPrefillLargeRows, schedule, source)
 
 }  // namespace astrai::attention

@@ -19,8 +19,8 @@ __device__ __forceinline__ int first_entry(const int32_t* qo_indptr, int b) {
 }
 
 __global__ __launch_bounds__(kThreads) void q_work_map_kernel(const int32_t* qo_indptr, int batch,
-                                                              int32_t* map_batch,
-                                                              int32_t* map_tile, int capacity) {
+                                                              int32_t* map_batch, int32_t* map_tile,
+                                                              int capacity) {
   const int entry = blockIdx.x * kThreads + threadIdx.x;
   if (entry >= capacity) return;
   int low = 0;  // the last request that begins at or before the entry lies in low .. high - 1

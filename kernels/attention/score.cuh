@@ -71,6 +71,7 @@ struct ScoreRule {
   float scale;  // c of the softmax: weight = exp2(c * value - c * max)
   float inner;  // with softcap: value = tanh(dot * inner / (2 * log2(e))); 0 = value is the dot
 
+  ScoreRule() = default;  // for shared memory
   __device__ __forceinline__ explicit ScoreRule(const ScoreArgs& args) {
     float c = args.log2_scale;
     if (args.k_scale_pointer != nullptr) c = normal_scale(c * fabsf(*args.k_scale_pointer));

@@ -1,5 +1,5 @@
-// What decode and prefill decide alike: whether tensor cores can be used, and for which head dims
-// the kernels are compiled. Plain host code.
+// What decode and prefill decide alike: whether tensor cores can be used, for which head dims the
+// kernels are compiled, and what takes shared memory. Plain host code.
 #pragma once
 
 #include <initializer_list>
@@ -31,6 +31,15 @@ constexpr HeadDims kernel_dims(int head_dim, int v_head_dim) {
   }
   return {256, 256};
 }
+
+// Bytes from row to row of a tile in shared memory (TileRows of kernels/common/ldmatrix.cuh).
+constexpr int tile_row_bytes(int dim, int element_bytes) {
+  const int bytes = dim * element_bytes;
+  return bytes % 128 == 0 ? bytes : (bytes / 16 | 1) * 16;
+}
+
+// Bytes of shared memory that the system takes for each block.
+inline constexpr int kReservedSmem = 1024;
 
 // The alignment that the MMA kernels need: every row of q, k, v, out and of the new keys and values
 // starts at a multiple of 16 bytes, and ends at one.

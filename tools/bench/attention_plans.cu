@@ -1,11 +1,12 @@
-// Times attention with every plan forced: what the constants of kernels/attention/cost_model.h were
-// fitted to.
+// Times attention with every plan forced: what the constants of kernels/attention/prefill_plan.cc
+// and decode_plan.cc are fitted to.
 //
 //     bazel run //tools/bench:attention_plans
 //
-// Each line gives the time of the plan that plan.cc chooses, of every other split count (decode) or
-// tile height (prefill), and the regret: chosen time / best time. CUDA graph replay, random bf16
-// data, median of 9; decode inputs above the L2 cache are rotated past it.
+// Each line gives the time of the plan that is chosen, of every other (prefill: tile height x
+// splits of the keys; decode: workers x blocks of a cluster), and the regret: chosen time / best
+// time. CUDA graph replay, random bf16 data, median of 9; decode inputs above the L2 cache are
+// rotated past it.
 
 #include <cuda_bf16.h>
 
@@ -17,7 +18,9 @@
 #include <utility>
 #include <vector>
 
-#include "kernels/attention/plan.h"
+#include "kernels/attention/attention.h"
+#include "kernels/attention/decode_plan.h"
+#include "kernels/attention/prefill_plan.h"
 #include "kernels/common/device.h"
 
 namespace astrai::attention {
@@ -70,19 +73,19 @@ class Tensors {
   Tensors(const Tensors&) = delete;
   Tensors& operator=(const Tensors&) = delete;
 
-  DenseParams params() const {
+  AttentionParams params() const {
     const Shape& s = shape_;
     const auto operand = [&](const void* data, int seq, int heads) {
       return Operand{data, int64_t(seq) * heads * s.head_dim, int64_t(heads) * s.head_dim,
                      s.head_dim};
     };
-    DenseParams p;
+    AttentionParams p;
     p.batch = s.batch;
     p.q_len = s.q_len;
     p.kv_len = s.kv_len;
     p.q_heads = s.q_heads;
     p.kv_heads = s.kv_heads;
-    p.head_dim = s.head_dim;
+    p.head_dim = p.v_head_dim = s.head_dim;
     p.scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
     p.causal = s.causal;
     p.q = operand(q_, s.q_len, s.q_heads);
@@ -98,6 +101,19 @@ class Tensors {
  private:
   Shape shape_;
   __nv_bfloat16 *q_ = nullptr, *out_ = nullptr, *k_ = nullptr, *v_ = nullptr;
+};
+
+class Workspace {
+ public:
+  static constexpr size_t kBytes = 64 << 20;
+  Workspace() { CHECK(cudaMalloc(&data_, kBytes)); }
+  ~Workspace() { cudaFree(data_); }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_ = nullptr;
 };
 
 // Microseconds of one of `calls` calls launch(index, stream) in a replayed graph.
@@ -137,22 +153,43 @@ double microseconds(int calls, Launch launch) {
 
 void time_prefill(const DeviceInfo& device, const Shape& shape) {
   const Tensors tensors(shape);
-  const DenseParams p = tensors.params();
+  const AttentionParams p = tensors.params();
   const double flops = 4.0 * shape.batch * shape.q_heads * double(shape.q_len) * shape.kv_len *
-                       shape.head_dim / (shape.causal ? 2 : 1);
+                       shape.head_dim / (shape.causal && shape.q_len == shape.kv_len ? 2 : 1);
   const int calls = std::clamp(static_cast<int>(4e13 / flops), 1, 40);
-  const auto time = [&](int rows) {
-    const PrefillPlan plan = plan_prefill(p, device, rows);
-    return microseconds(calls, [&](int, cudaStream_t s) { CHECK(launch_prefill(p, plan, s)); });
+  const Workspace workspace;
+  const auto time = [&](const PrefillPlan& plan) {
+    return microseconds(calls, [&](int, cudaStream_t s) {
+      CHECK(launch_prefill(p, QWorkMap(), plan, workspace.data(), s));
+    });
   };
-  const double chosen = time(0);
-  const double small = time(kPrefillSmallRows), large = time(kPrefillLargeRows);
-  std::printf(
-      "prefill B%d %d/%d D%d S%d %s: %d rows %.2f us %.1f TFLOP/s | 64 %.2f 128 %.2f | regret "
-      "%.3f\n",
-      shape.batch, shape.q_heads, shape.kv_heads, shape.head_dim, shape.q_len,
-      shape.causal ? "causal" : "full", plan_prefill(p, device).tile_rows, chosen,
-      flops / chosen / 1e6, small, large, chosen / std::min(small, large));
+  const PrefillPlan plan = plan_prefill(p, 0, device, Workspace::kBytes);
+  const double chosen = time(plan);
+  double best = chosen;
+  std::printf("prefill B%d %d/%d D%d q%d kv%d %s: %d rows, %d splits %.2f us %.1f TFLOP/s |",
+              shape.batch, shape.q_heads, shape.kv_heads, shape.head_dim, shape.q_len, shape.kv_len,
+              shape.causal ? "causal" : "full", plan.tile_rows, plan.splits, chosen,
+              flops / chosen / 1e6);
+  for (int rows : {kPrefillSmallRows, kPrefillLargeRows}) {
+    for (int splits : {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48}) {
+      const PrefillPlan forced = plan_prefill(p, 0, device, Workspace::kBytes, {rows, splits});
+      if (splits > 1 && (forced.blocks > 800 || forced.workspace_bytes > Workspace::kBytes)) break;
+      const double us = time(forced);
+      best = std::min(best, us);
+      std::printf(" %dx%d %.2f", rows, splits, us);
+    }
+  }
+  std::printf(" | regret %.3f\n", chosen / best);
+}
+
+// What the device would hold if it had clusters of one size only.
+Residency residency_of(const DeviceInfo& device, int cluster_log2) {
+  Residency residency;
+  residency.clusters[0] = device.sm_count * kDecodeBlocksPerSm;
+  if (cluster_log2 > 0) {
+    residency.clusters[cluster_log2] = residency.clusters[0] >> cluster_log2;
+  }
+  return residency;
 }
 
 void time_decode(const DeviceInfo& device, const Shape& shape) {
@@ -160,33 +197,30 @@ void time_decode(const DeviceInfo& device, const Shape& shape) {
   const int sets = bytes < kL2Bytes ? 1 : std::max(2, static_cast<int>(4.3 * kL2Bytes / bytes) + 1);
   std::vector<std::unique_ptr<Tensors>> tensors;
   for (int i = 0; i < sets; ++i) tensors.push_back(std::make_unique<Tensors>(shape));
-  constexpr size_t kWorkspace = 64 << 20;
-  void* workspace;
-  CHECK(cudaMalloc(&workspace, kWorkspace));
+  const Workspace workspace;
   const int calls = std::max(sets, std::min(200, static_cast<int>(2e10 / bytes)));
-  const auto time = [&](const DecodePlan& plan) {
-    return microseconds(calls, [&](int i, cudaStream_t s) {
-      CHECK(launch_decode(tensors[i % sets]->params(), plan, workspace, s));
-    });
-  };
-  const DenseParams p = tensors[0]->params();
-  const DecodePlan plan = plan_decode(p, device, kWorkspace);
-  const double chosen = time(plan);
+  const double chosen = microseconds(calls, [&](int i, cudaStream_t s) {
+    CHECK(launch_decode(tensors[i % sets]->params(), workspace.data(), Workspace::kBytes, s));
+  });
+  const AttentionParams p = tensors[0]->params();
   double best = chosen;
-  std::printf("decode B%d %d/%d D%d kv%d: %d splits %.2f us %.2f TB/s |", shape.batch,
-              shape.q_heads, shape.kv_heads, shape.head_dim, shape.kv_len, plan.splits, chosen,
-              bytes / chosen / 1e6);
-  for (int splits : {1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 33, 48, 66}) {
-    const int64_t blocks = int64_t{splits} * shape.batch * shape.kv_heads;
-    if (splits > (shape.kv_len + 31) / 32 || blocks > 1600) continue;
-    const DecodePlan forced = plan_decode(p, device, kWorkspace, splits);
-    if (forced.workspace_bytes > kWorkspace) continue;
-    const double us = time(forced);
-    best = std::min(best, us);
-    std::printf(" %d %.2f", splits, us);
+  std::printf(
+      "decode B%d %d/%d D%d kv%d: %.2f us %.2f TB/s | workers x blocks of a cluster:", shape.batch,
+      shape.q_heads, shape.kv_heads, shape.head_dim, shape.kv_len, chosen, bytes / chosen / 1e6);
+  for (int log2 = 0; log2 < 4; ++log2) {
+    const Residency residency = residency_of(device, log2);
+    for (int part : {1, 2, 4}) {  // all workers that fit, half and a quarter of them
+      const int workers = residency.clusters[log2] / part;
+      const DecodePlan plan = plan_decode(p, residency, Workspace::kBytes, workers);
+      if (plan.cluster_blocks != 1 << log2) continue;  // too many for the pairs
+      const double us = microseconds(calls, [&](int i, cudaStream_t s) {
+        CHECK(launch_decode(tensors[i % sets]->params(), plan, workspace.data(), s));
+      });
+      best = std::min(best, us);
+      std::printf(" %dx%d %.2f", plan.workers, plan.cluster_blocks, us);
+    }
   }
   std::printf(" | regret %.3f\n", chosen / best);
-  cudaFree(workspace);
 }
 
 void run() {
@@ -203,6 +237,13 @@ void run() {
         shape.causal = causal;
         time_prefill(device, shape);
       }
+    }
+  }
+  // Few queries and many keys: chunks of a long prompt, and what decode hands over.
+  for (int q_len : {4, 16, 64, 256}) {
+    for (int kv_len : {2048, 8192, 32768}) {
+      time_prefill(device, {1, q_len, kv_len, 64, 8, 128, true});
+      time_prefill(device, {4, q_len, kv_len, 32, 8, 128, true});
     }
   }
   for (int batch : {1, 2, 4, 8, 16, 20, 24, 32, 40, 64}) {

@@ -1,0 +1,13 @@
+// Prefill on tensor cores: head dims up to 128, packed queries, contiguous keys.
+#ifndef ASTRAI_NO_MMA
+
+#include "kernels/attention/prefill_launch.cuh"
+
+namespace astrai::attention {
+
+ASTRAI_PREFILL_KERNELS(128, 128, PackedQSchedule, ContigKV);
+ASTRAI_PREFILL_LARGE_KERNELS(128, 128, PackedQSchedule, ContigKV);
+
+}  // namespace astrai::attention
+
+#endif  // ASTRAI_NO_MMA

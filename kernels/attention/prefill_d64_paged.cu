@@ -1,0 +1,13 @@
+// Prefill on tensor cores: head dims up to 64, packed queries, paged keys.
+#ifndef ASTRAI_NO_MMA
+
+#include "kernels/attention/prefill_launch.cuh"
+
+namespace astrai::attention {
+
+ASTRAI_PREFILL_KERNELS(64, 64, PackedQSchedule, PagedKV);
+ASTRAI_PREFILL_LARGE_KERNELS(64, 64, PackedQSchedule, PagedKV);
+
+}  // namespace astrai::attention
+
+#endif  // ASTRAI_NO_MMA

@@ -1,0 +1,12 @@
+// Prefill on tensor cores: head dims up to 96, packed queries, paged keys.
+#ifndef ASTRAI_NO_MMA
+
+#include "kernels/attention/prefill_launch.cuh"
+
+namespace astrai::attention {
+
+ASTRAI_PREFILL_KERNELS(96, 96, PackedQSchedule, PagedKV);
+
+}  // namespace astrai::attention
+
+#endif  // ASTRAI_NO_MMA
