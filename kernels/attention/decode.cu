@@ -1,13 +1,29 @@
 // Entry points of decode: check, plan, fill the kernel's arguments, launch.
 
+#include <algorithm>
+
 #include "kernels/attention/attention.h"
 #include "kernels/attention/decode_plan.h"
 #include "kernels/attention/decode_scalar.cuh"
 #include "kernels/attention/dispatch.cuh"
+#include "kernels/attention/work_split.cuh"
 #include "kernels/common/launch.h"
 
 namespace astrai::attention {
 namespace {
+
+// Workers of each pair where lengths are known here and all pairs can be cut alike; else 0.
+int pieces_of_equal_pairs(const AttentionParams& p, const ScoreArgs& score,
+                          const DecodePlan& plan) {
+  if (p.qo_indptr != nullptr || p.kv_indptr != nullptr) return 0;
+  const KeyRange seen = keys_in_window(score, 0, p.q_len - 1, p.kv_len - p.q_len, p.kv_len);
+  const int64_t pair_units = std::max<int64_t>(1, ceil_div(seen.end - seen.first, plan.unit_keys));
+  const int64_t pairs = int64_t{p.batch} * p.kv_heads;
+  const int64_t workers = used_workers(
+      static_cast<uint32_t>(pair_units * pairs), static_cast<uint32_t>(plan.workers),
+      static_cast<uint32_t>(pairs), static_cast<uint32_t>(plan.least_units));
+  return workers % pairs == 0 ? static_cast<int>(workers / pairs) : 0;
+}
 
 template <typename KvSource>
 DecodeArgs<KvSource> decode_args(const AttentionParams& p, const KvSource& source,
@@ -32,7 +48,10 @@ DecodeArgs<KvSource> decode_args(const AttentionParams& p, const KvSource& sourc
   args.workers = plan.workers;
   args.unit_keys = plan.unit_keys;
   args.least_units = plan.least_units;
-  args.fixed_splits = plan.fixed_splits;
+  args.deterministic = plan.fixed_splits > 0;
+  args.pieces_each = args.deterministic ? plan.fixed_splits
+                     : plan.workers > 0 ? pieces_of_equal_pairs(p, args.score, plan)
+                                        : 0;
   args.equal_lengths = p.qo_indptr == nullptr && p.kv_indptr == nullptr;
   if (plan.workspace_bytes > 0) {
     const int64_t slots =

@@ -35,7 +35,8 @@ struct DecodeArgs {
   int workers;
   int unit_keys;
   int least_units;
-  int fixed_splits;
+  int pieces_each;     // workers that a pair has room for, numbered; 0 = WorkSplit says who has what
+  bool deterministic;  // how many of them a pair uses follows from its keys; else all
   bool equal_lengths;  // all requests have the same q_len and kv_len
   SplitWorkspace workspace;
 };

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/attention/decode_plan.h"
 #include "kernels/attention/softmax.cuh"
 #include "kernels/attention/split_merge.cuh"
 #include "kernels/attention/variant.h"
@@ -48,16 +49,17 @@ struct DecodeMerge {
     return reinterpret_cast<float*>(smem) + part * kAreaFloats;
   }
 
-  // Leaves this warp's accumulators in its area.
+  // Leaves this warp's accumulators of the first `rows` rows in its area.
   template <typename Fragments>
   static __device__ __forceinline__ void put_warp(uint8_t* smem, State& state,
                                                   const float (&o)[kVDim / 8][4],
-                                                  const SoftmaxRows<1>& softmax) {
+                                                  const SoftmaxRows<1>& softmax, int rows) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const MatrixCoord at = mma_c_coord(lane, 2 * half);
+      if (at.row >= rows) continue;
       float* row = area(smem, warp) + at.row * kStride;
 #pragma unroll
       for (int db = 0; db < kVDim / 16; ++db) {
@@ -79,23 +81,30 @@ struct DecodeMerge {
     }
   }
 
-  // Merges `count` parts at one row and four columns, and hands the result on.
-  template <typename StateOf, typename OutOf, typename Store>
+  // Merges up to kMost parts, `count` of them, at one row and four columns, and hands the result
+  // on. All loads come first: each of them takes long, and none waits for another.
+  template <int kMost, typename StateOf, typename OutOf, typename Store>
   static __device__ __forceinline__ void merge_quad(int count, float scale, int row, int column,
                                                     StateOf state_of, OutOf out_of, Store store) {
+    float2 states[kMost];
+    float4 parts[kMost];
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+      states[i] = i < count ? state_of(i) : make_float2(neg_inf(), 0.0f);
+      if (i < count) parts[i] = out_of(i);
+    }
     float max = neg_inf();
 #pragma unroll
-    for (int i = 0; i < count; ++i) max = fmaxf(max, state_of(i).x);
+    for (int i = 0; i < kMost; ++i) max = fmaxf(max, states[i].x);
     const float base = row_base(max, scale);
     float sum = 0.0f;
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const float2 part = state_of(i);
-      if (part.y == 0.0f) continue;
-      const float weight = part_weight(part.x, scale, base);
-      sum = fmaf(weight, part.y, sum);
-      add_weighted(o, weight, out_of(i));
+    for (int i = 0; i < kMost; ++i) {
+      if (states[i].y == 0.0f) continue;
+      const float weight = part_weight(states[i].x, scale, base);
+      sum = fmaf(weight, states[i].y, sum);
+      add_weighted(o, weight, parts[i]);
     }
     store(row, column, max, sum, o);
   }
@@ -107,7 +116,7 @@ struct DecodeMerge {
     for (int item = threadIdx.x; item < rows * kQuads; item += kThreads) {
       const int row = item / kQuads;
       const int column = item % kQuads * 4;
-      merge_quad(
+      merge_quad<kWarps>(
           kWarps, scale, row, column, [&](int warp) { return state.max_sum[warp][row]; },
           [&](int warp) {
             return *reinterpret_cast<const float4*>(area(smem, warp) + row * kStride + column);
@@ -136,7 +145,7 @@ struct DecodeMerge {
       const int column = item % kQuads * 4;
       const uint32_t out = shared_address(own + row * kStride + column);
       const uint32_t max_sum = shared_address(own_state + row);
-      merge_quad(
+      merge_quad<kMostClusterBlocks>(
           blocks, scale, row, column,
           [&](int block) {
             const uint32_t address = cluster_address(max_sum, block);
@@ -157,6 +166,10 @@ struct DecodeMerge {
     }
   }
 
+  // What merge_partials keeps in shared memory: a float2 for each piece and row.
+  static constexpr int kPartialsSmemBytes =
+      kMostWorkers * kMmaRows * static_cast<int>(sizeof(float2));
+
   // Merges the pieces of a pair, in the order of their keys, as publish_and_check allows.
   template <typename Store>
   static __device__ __forceinline__ void merge_partials(uint8_t* smem, State& state,
@@ -164,40 +177,57 @@ struct DecodeMerge {
                                                         const Piece& piece, int rows, float scale,
                                                         Store store) {
     const int count = piece.group_size;
-    // First the weights, a row a warp, then the outputs: their loads wait for nothing.
-    float* weights = reinterpret_cast<float*>(smem);  // [count][kMmaRows]
+    const auto place = [&](int i, int row) {
+      return static_cast<int64_t>(piece.slot(i)) * kMmaRows + row;
+    };
+    // kBatch loads of outputs are in flight at a time, the first ones already while the weights are
+    // made. A piece too many is read where the last one lies, with a weight of 0.
+    constexpr int kBatch = 8;
+    const auto load = [&](float4(&parts)[kBatch], int first, int row, int column) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        parts[i] = __ldcg(reinterpret_cast<const float4*>(
+            workspace.out + place(min(first + i, count - 1), row) * kVDim + column));
+      }
+    };
+    int item = threadIdx.x;
+    float4 parts[kBatch];
+    if (item < rows * kQuads) load(parts, 0, item / kQuads, item % kQuads * 4);
+
+    // (max, sum) of every piece and row; then its weight takes the place of the maximum.
+    float2* states = reinterpret_cast<float2*>(smem);  // [count][rows]
+    for (int i = threadIdx.x; i < count * rows; i += kThreads) {
+      states[i] = __ldcg(
+          reinterpret_cast<const float2*>(workspace.max_sum + place(i / rows, i % rows) * 2));
+    }
+    __syncthreads();
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
-      const auto state_of = [&](int i) {
-        const int64_t at = static_cast<int64_t>(piece.slot(i)) * kMmaRows + row;
-        return __ldcg(reinterpret_cast<const float2*>(workspace.max_sum + at * 2));
-      };
       float max = neg_inf();
-      for (int i = lane; i < count; i += 32) max = fmaxf(max, state_of(i).x);
+      for (int i = lane; i < count; i += 32) max = fmaxf(max, states[i * rows + row].x);
       max = lanes_max<32>(max);
       const float base = row_base(max, scale);
       float sum = 0.0f;
       for (int i = lane; i < count; i += 32) {
-        const float2 part = state_of(i);
-        const float weight = part.y == 0.0f ? 0.0f : part_weight(part.x, scale, base);
-        sum = fmaf(weight, part.y, sum);
-        weights[i * kMmaRows + row] = weight;
+        float2& part = states[i * rows + row];
+        part.x = part.y == 0.0f ? 0.0f : part_weight(part.x, scale, base);
+        sum = fmaf(part.x, part.y, sum);
       }
       sum = lanes_sum<32>(sum);
       if (lane == 0) state.max_sum[kWarps][row] = make_float2(max, sum);
     }
     __syncthreads();
-    for (int item = threadIdx.x; item < rows * kQuads; item += kThreads) {
+    for (; item < rows * kQuads; item += kThreads) {
       const int row = item / kQuads;
       const int column = item % kQuads * 4;
       float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) {
-        const int64_t at = static_cast<int64_t>(piece.slot(i)) * kMmaRows + row;
-        const float weight = weights[i * kMmaRows + row];
-        if (weight == 0.0f) continue;
-        add_weighted(o, weight,
-                     __ldcg(reinterpret_cast<const float4*>(workspace.out + at * kVDim + column)));
+      for (int first = 0; first < count; first += kBatch) {
+        if (first > 0 || item >= kThreads) load(parts, first, row, column);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const float weight = first + i < count ? states[(first + i) * rows + row].x : 0.0f;
+          if (weight != 0.0f) add_weighted(o, weight, parts[i]);
+        }
       }
       const float2 total = state.max_sum[kWarps][row];
       store(row, column, total.x, total.y, o);

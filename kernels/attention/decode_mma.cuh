@@ -59,7 +59,7 @@ struct SliceCopy {
                                                uint64_t policy) {
     const int chunk = threadIdx.x % 32 % kChunks;
     constexpr int kPasses = DecodeTile::kSliceKeys / kRowsPerPass;
-    constexpr int kUnroll = kPasses < 8 ? kPasses : 8;  // 16 addresses at a time are too many
+    constexpr int kUnroll = kPasses <= 8 ? kPasses : 4;  // 16 addresses at a time are too many
 #pragma unroll kUnroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = row() + pass * kRowsPerPass;
@@ -97,9 +97,9 @@ struct DecodeBlock {
   static constexpr int kSmemBytes = kTile.smem_bytes();
   static constexpr int kQkBlocks = kQkDim / 16;
   static constexpr int kVBlocks = kVDim / 16;
-  // Blocks of 16 dims of Q that stay in registers; those of the largest head dim do not all fit
+  // Blocks of 16 dims of Q that stay in registers; those of the largest head dims do not all fit
   // beside the output, and the rest is read from shared memory in each turn.
-  static constexpr int kHeldBlocks = kQkBlocks < 12 ? kQkBlocks : 12;
+  static constexpr int kHeldBlocks = kVBlocks <= 8 ? kQkBlocks : kVBlocks <= 12 ? 10 : 7;
   static constexpr int kRestBlocks = kQkBlocks - kHeldBlocks;
   using KCopy = SliceCopy<E, kQkDim* int{sizeof(E)}>;
   using VCopy = SliceCopy<E, kVDim* int{sizeof(E)}>;
@@ -189,9 +189,9 @@ __global__ __launch_bounds__(
   constexpr int kSliceKeys = Block::kSliceKeys;
   constexpr int kSlots = Block::kSlots;
   constexpr bool kPaged = KvSource::kPaged;
-  static_assert(Merge::kSmemBytes <= Block::kSmemBytes &&
-                    kMostWorkers * kMmaRows * int{sizeof(float)} <= Block::kSmemBytes,
-                "rings take the merge");
+  static_assert(
+      Merge::kSmemBytes <= Block::kSmemBytes && Merge::kPartialsSmemBytes <= Block::kSmemBytes,
+      "rings take the merge");
 
   uint8_t* const smem = dynamic_smem;
   // Used one after the other, with a barrier between.
@@ -394,7 +394,7 @@ __global__ __launch_bounds__(
 
     // ---- The rings become the merge area: the groups still in flight are empty ----
     __syncthreads();
-    Merge::template put_warp<typename Block::VFragments>(smem, tables.state, o[0], softmax);
+    Merge::template put_warp<typename Block::VFragments>(smem, tables.state, o[0], softmax, pair_rows());
     __syncthreads();
     const auto store_final = [&](int row, int column, float max, float sum, float4 value) {
       if (column >= args.v_head_dim) return;

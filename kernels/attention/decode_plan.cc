@@ -96,7 +96,7 @@ DecodePlan plan_decode(const AttentionParams& p, const Residency& residency, siz
   int64_t workers = std::min(
       {int64_t{residency.clusters[log2]}, pairs * kMostPieces, units, int64_t{kMostWorkers}});
   if (forced_workers > 0) {
-    workers = forced_workers;
+    workers = std::min(forced_workers, kMostWorkers);
     plan.least_units = 1;
   } else {
     workers = used_workers(static_cast<uint32_t>(units), static_cast<uint32_t>(workers),

@@ -49,9 +49,9 @@ constexpr DecodeTile decode_tile(int qk_dim, int v_dim, int element_bytes) {
 }
 
 inline constexpr int kDecodeBlocksPerSm = 2;    // that registers allow
-inline constexpr int kDecodeStaticSmem = 3072;  // bound on the static part of a block
+inline constexpr int kDecodeStaticSmem = 6144;  // bound on the static part of a block
 inline constexpr int kMostClusterBlocks = 8;
-inline constexpr int kMostWorkers = 1024;  // that may share a pair
+inline constexpr int kMostWorkers = 512;  // that may share a pair
 
 // Clusters of 1, 2, 4 and 8 blocks of a kernel that the device holds at a time; 0 = none.
 struct Residency {

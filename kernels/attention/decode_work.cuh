@@ -1,5 +1,5 @@
-// What a worker of the decode kernel does next: the pieces of WorkSplit, or one fixed split of one
-// pair, from the lengths that stand in device memory when the kernel runs.
+// What a worker of the decode kernel does next: the pieces of WorkSplit, or one numbered piece of
+// one pair, from the lengths that stand in device memory when the kernel runs.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@ struct DecodeWork {
   using Args = DecodeArgs<KvSource>;
 
   WorkWalk walk;
-  int fixed_worker;  // of a deterministic launch, until it has been taken; negative = none
+  int numbered;      // the worker's own number until its only piece is taken, then negative
   int unit_keys;     // of the piece
   // The piece at hand, and its request.
   Piece piece;
@@ -82,14 +82,14 @@ struct DecodeWork {
     const WorkWalk walk = begin_walk(args, index, worker);
     if (threadIdx.x == 0) {
       work->walk = walk;
-      work->fixed_worker = args.fixed_splits > 0 ? worker : -1;
+      work->numbered = worker;
       work->unit_keys = args.unit_keys;
     }
   }
 
   // Goes on to the next piece; false if there is none.
   __device__ __forceinline__ bool next(const Args& args) {
-    if (args.fixed_splits > 0) return next_fixed(args);
+    if (args.pieces_each > 0) return next_numbered(args);
     if (!walk.next(&piece, [&](int b) { return request_of(args, b).units(args.unit_keys); })) {
       return false;
     }
@@ -116,7 +116,7 @@ struct DecodeWork {
 
   static __device__ __forceinline__ WorkWalk begin_walk(const Args& args,
                                                         WorkIndex<kThreads>* index, int worker) {
-    if (args.fixed_splits > 0) return {};
+    if (args.pieces_each > 0) return {};
     uint32_t head_units;
     uint32_t equal = 0;  // units of every request
     int each = 1;
@@ -157,27 +157,34 @@ struct DecodeWork {
     return WorkWalk::begin(split, head_units, args.batch, worker, find);
   }
 
-  // Worker = (pair, split); its pair's splits follow from the pair's visible keys alone.
-  __device__ __forceinline__ bool next_fixed(const Args& args) {
-    if (fixed_worker < 0) return false;
-    const int worker = fixed_worker;
-    fixed_worker = -1;
-    const int pair = worker / args.fixed_splits;
-    const int split = worker - pair * args.fixed_splits;
+  // Worker = (pair, number of the piece). Of a deterministic launch, a pair's pieces follow from its
+  // visible keys alone; else all pairs have equal lengths and are cut alike, without the search and
+  // most of the divisions that WorkWalk takes.
+  __device__ __forceinline__ bool next_numbered(const Args& args) {
+    if (numbered < 0) return false;
+    const int worker = numbered;
+    numbered = -1;
+    const int each = args.pieces_each;
+    const int pair = each == 1 ? worker : worker / each;
+    const int number = worker - pair * each;
     const int batch = pair / args.kv_heads;
+    if (batch >= args.batch) return false;
     request = request_of(args, batch);
-    const int splits = fixed_splits(request.visible());
-    if (request.q_len == 0 || split >= splits) return false;
-    unit_keys = fixed_split_keys(request.visible());
-    piece = {batch,
-             pair - batch * args.kv_heads,
-             static_cast<uint32_t>(split),
-             static_cast<uint32_t>(split + 1),
-             static_cast<uint32_t>(splits),
-             worker,
-             pair * args.fixed_splits,
-             1,
-             splits};
+    uint32_t units, first, end;
+    int pieces = each;
+    if (args.deterministic) {
+      pieces = fixed_splits(request.visible());
+      if (request.q_len == 0 || number >= pieces) return false;
+      unit_keys = fixed_split_keys(request.visible());
+      units = pieces;
+      first = number;
+      end = number + 1;
+    } else {
+      const WorkSplit split = {units = request.units(unit_keys), static_cast<uint32_t>(each)};
+      first = each == 1 ? 0 : split.first_unit(number);
+      end = each == 1 ? units : split.first_unit(number + 1);
+    }
+    piece = {batch, pair - batch * args.kv_heads, first, end, units, worker, pair * each, 1, pieces};
     return true;
   }
 };

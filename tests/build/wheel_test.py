@@ -17,7 +17,7 @@ from elftools.elf.sections import SymbolTableSection
 
 from tests.build import wheel_file
 
-MODULES = ["attn_decode", "attn_prefill", "rotary_emb"]
+MODULES = ["attn_decode", "attn_paged_decode", "attn_paged_prefill", "attn_prefill", "rotary_emb"]
 
 # Libraries that every system of the wheel's platform has; the CUDA runtime is linked statically.
 SYSTEM_LIBRARIES = {

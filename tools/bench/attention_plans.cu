@@ -1,7 +1,7 @@
 // Times attention with every plan forced: what the constants of kernels/attention/prefill_plan.cc
 // and decode_plan.cc are fitted to.
 //
-//     bazel run //tools/bench:attention_plans
+//     bazel run //tools/bench:attention_plans [-- prefill | decode]
 //
 // Each line gives the time of the plan that is chosen, of every other (prefill: tile height x
 // splits of the keys; decode: workers x blocks of a cluster), and the regret: chosen time / best
@@ -15,6 +15,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -223,9 +224,7 @@ void time_decode(const DeviceInfo& device, const Shape& shape) {
   std::printf(" | regret %.3f\n", chosen / best);
 }
 
-void run() {
-  DeviceInfo device;
-  CHECK(current_device_info(&device));
+void time_prefills(const DeviceInfo& device) {
   for (const Shape& heads : {Shape{1, 0, 0, 32, 8, 128, false},
                              {4, 0, 0, 32, 8, 128, false},
                              {2, 0, 0, 32, 32, 64, false},
@@ -246,6 +245,9 @@ void run() {
       time_prefill(device, {4, q_len, kv_len, 32, 8, 128, true});
     }
   }
+}
+
+void time_decodes(const DeviceInfo& device) {
   for (int batch : {1, 2, 4, 8, 16, 20, 24, 32, 40, 64}) {
     for (int length : {512, 2048, 8192}) {
       time_decode(device, {batch, 1, length, 32, 8, 128, false});
@@ -259,7 +261,14 @@ void run() {
   }
 }
 
+void run(const std::string& only) {
+  DeviceInfo device;
+  CHECK(current_device_info(&device));
+  if (only != "decode") time_prefills(device);
+  if (only != "prefill") time_decodes(device);
+}
+
 }  // namespace
 }  // namespace astrai::attention
 
-int main() { astrai::attention::run(); }
+int main(int argc, char** argv) { astrai::attention::run(argc > 1 ? argv[1] : ""); }

@@ -6,7 +6,10 @@ Both answer the same prompts of random tokens greedily, with the same weights, i
 Three rows for each shape: "generate", the whole call (tokens per second are batch * new_tokens over
 it); "decode_step", the median step in which all requests decode; and "kernels", what the kernels of
 such a step take, against the step. The peer "transformers" compiles its decode step, as it does by
-itself with a static cache; "transformers_eager" is told not to.
+itself with a static cache; "transformers_eager" is told not to. As compiling takes most of a minute,
+only the shapes of COMPILED have that peer unless --peer asks for it.
+
+All shapes take about 100 s on an H200; shapes that would begin later than --seconds are left out.
 """
 
 from __future__ import annotations
@@ -24,15 +27,24 @@ from typing import Any
 from absl import flags
 
 from tools.bench import engine_models, harness
-from tools.bench.results import Row
+from tools.bench.results import BANDWIDTH_TBPS, Row
 
 _PEERS = flags.DEFINE_multi_enum(
     "peer",
-    ["transformers"],
+    None,
     ["transformers", "transformers_eager"],
-    "What to measure against; may be given several times.",
+    "What to measure against; may be given several times. Without it, what compiles in time.",
 )
-_TURNS = flags.DEFINE_integer("turns", 4, "How often each generates; even.", 2)
+_MODELS = flags.DEFINE_multi_enum(
+    "model",
+    None,
+    sorted(engine_models.MODELS),
+    "Measures the table's rows of this model alone; may be given several times.",
+)
+_BATCHES = flags.DEFINE_multi_integer(
+    "batch", None, "Measures the table's rows of this batch alone; may be given several times."
+)
+_TURNS = flags.DEFINE_integer("turns", 2, "How often each generates; even.", 2)
 
 DEFAULTS: dict[str, Any] = {
     "model": "Llama-3-8B",
@@ -40,11 +52,21 @@ DEFAULTS: dict[str, Any] = {
     "prompt": 1024,
     "new_tokens": 128,
 }
-TABLE = [{"model": model, "batch": batch} for model in engine_models.MODELS for batch in (1, 8, 64)]
-QUICK = [{"model": model, "batch": 1} for model in engine_models.MODELS]
+# The goal's shape first: if the time runs out, the others are missing.
+TABLE = [
+    {"model": model, "batch": batch}
+    for model in ("Llama-3-8B", engine_models.DEMO)
+    for batch in (1, 8, 64)
+]
+QUICK = [shape for shape in TABLE if shape["batch"] == 1]
+COMPILED = [TABLE[0]]
 PAGE_SIZE = 16
+_SECONDS = 85.0
 _PREFILL_TOKENS = 8192
-_WARM_STEPS = 4  # the second of them captures a graph
+# Each side's first answer is this long: a graph is captured in the second decode step of ours, in
+# the third of a compiled model.
+_WARM_TOKENS = 6
+_WARM_STEPS = 4
 _PROFILED_STEPS = 16
 _TOP_KERNELS = 12
 
@@ -112,9 +134,17 @@ def run_engine(engine: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -
 
 
 def run_transformers(
-    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, compiled: bool
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    *,
+    compiled: bool,
+    most_tokens: int,
 ) -> Run:
-    """Answers the prompts with transformers; it looks at every token before the next step."""
+    """Answers the prompts with transformers; it looks at every token before the next step.
+
+    The cache is made for ``most_tokens`` new tokens, so that all calls take the same compiled step.
+    """
     import torch
 
     ids = torch.tensor(prompts, device=model.device)
@@ -133,6 +163,7 @@ def run_transformers(
         min_new_tokens=new_tokens,
         do_sample=False,
         cache_implementation="static",
+        max_cache_len=ids.shape[1] + most_tokens,
         disable_compile=not compiled,
         stopping_criteria=[note_time],
     )
@@ -148,15 +179,22 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def take_turns(candidates: dict[str, Callable[[], Run]], turns: int) -> dict[str, Runs]:
-    """Runs the candidates in the order A B B A, after one run of each that does not count.
+def take_turns(
+    candidates: dict[str, Callable[[int], Run]], new_tokens: int, turns: int
+) -> dict[str, Runs]:
+    """Runs the candidates in the order A B B A, after a short run of each that does not count.
 
     A peer that fails is left out with a line; the first candidate, ours, must run.
+
+    Args:
+      candidates: by name, what makes so many tokens.
+      new_tokens: to make in each run that counts.
+      turns: runs of each candidate.
     """
     ours, alive = next(iter(candidates)), {}
     for name, run in candidates.items():
         try:
-            run()
+            run(min(new_tokens, _WARM_TOKENS))
         except Exception as error:  # a peer brings its compiler along
             if name == ours:
                 raise
@@ -166,7 +204,7 @@ def take_turns(candidates: dict[str, Callable[[], Run]], turns: int) -> dict[str
     names = list(alive)
     for _ in range(turns // 2):
         for index in harness.mirrored_order(len(names)):
-            alive[names[index]].runs.append(candidates[names[index]]())
+            alive[names[index]].runs.append(candidates[names[index]](new_tokens))
     return alive
 
 
@@ -178,8 +216,8 @@ def agreement(mine: Run, others: Run) -> float:
 
 def profile_steps(
     engine: Any, prompts: Sequence[Sequence[int]], new_tokens: int
-) -> dict[str, float]:
-    """Returns the microseconds that each kernel takes in a step in which all requests decode."""
+) -> dict[str, KernelTime]:
+    """Returns what each kernel takes of a step in which all requests decode."""
     from torch.profiler import ProfilerActivity, profile
 
     answers = [engine.submit(p, max_tokens=new_tokens, stop_ids=()) for p in prompts]
@@ -198,10 +236,23 @@ def profile_steps(
     for answer in answers:
         answer.close()
     return {
-        event.key: event.self_device_time_total / steps
+        event.key: KernelTime(event.self_device_time_total / steps, event.count / steps)
         for event in profiler.key_averages()
         if event.self_device_time_total > 0
     }
+
+
+@dataclass
+class KernelTime:
+    """A kernel's part in a decode step.
+
+    Attributes:
+        us: Microseconds that it runs.
+        launches: How often.
+    """
+
+    us: float
+    launches: float
 
 
 @functools.lru_cache(maxsize=1)
@@ -229,12 +280,16 @@ def measure_shape(shape: dict[str, Any]) -> Iterator[Row]:
     model, peer = _models(shape["model"])
     prompts, new_tokens = random_prompts(shape), shape["new_tokens"]
     engine = make_engine(model, shape)
-    candidates = {"astrai": lambda: run_engine(engine, prompts, new_tokens)}
-    for name in _PEERS.value if peer is not None else ():
+    candidates = {"astrai": functools.partial(run_engine, engine, prompts)}
+    for name in peers_of(shape) if peer is not None else ():
         candidates[name] = functools.partial(
-            run_transformers, peer, prompts, new_tokens, compiled=name == "transformers"
+            run_transformers,
+            peer,
+            prompts,
+            compiled=name == "transformers",
+            most_tokens=new_tokens,
         )
-    found = take_turns(candidates, _TURNS.value)
+    found = take_turns(candidates, new_tokens, _TURNS.value)
     mine = found["astrai"]
     tokens = shape["batch"] * new_tokens
     for name, runs in found.items():
@@ -253,13 +308,27 @@ def measure_shape(shape: dict[str, Any]) -> Iterator[Row]:
         ("decode_step", {name: runs.step_seconds() * 1e6 for name, runs in found.items()}),
     ):
         yield from _rows({**shape, "part": part}, us)
-    kernels = profile_steps(engine, prompts, new_tokens)
     step_us = mine.step_seconds() * 1e6
-    for line in kernel_table(kernels, step_us):
-        print(line, flush=True)
+    moved = engine_models.engine_work({**shape, "part": "decode_step"}).rate(step_us)
+    print(
+        f"  a decode step reads weights and keys at {moved:.2f} TB/s, "
+        f"{moved / BANDWIDTH_TBPS:.0%} of {BANDWIDTH_TBPS} TB/s",
+        flush=True,
+    )
+    kernels = profile_steps(engine, prompts, new_tokens)
     if kernels:
-        us = {"astrai": sum(kernels.values()), "astrai_step": step_us}
+        for line in kernel_table(kernels, step_us):
+            print(line, flush=True)
+        us = {"astrai": sum(kernel.us for kernel in kernels.values()), "astrai_step": step_us}
         yield from _rows({**shape, "part": "kernels"}, us)
+
+
+def peers_of(shape: dict[str, Any]) -> list[str]:
+    """Returns the peers that a shape is measured against."""
+    if _PEERS.value is not None:
+        return _PEERS.value
+    compiled = any(shape.items() >= row.items() for row in COMPILED)
+    return ["transformers", "transformers_eager"] if compiled else ["transformers_eager"]
 
 
 def _rows(shape: dict[str, Any], us: dict[str, float]) -> Iterator[Row]:
@@ -270,17 +339,29 @@ def _rows(shape: dict[str, Any], us: dict[str, float]) -> Iterator[Row]:
     yield from harness.rows_of("engine", shape, "bfloat16", shape["part"], work, us)
 
 
-def kernel_table(kernels: dict[str, float], step_us: float) -> list[str]:
+def kernel_table(kernels: dict[str, KernelTime], step_us: float) -> list[str]:
     """Returns lines: the share of the kernels in a step, and those that take longest."""
-    total = sum(kernels.values())
-    lines = [f"  kernels: {total:.1f} of {step_us:.1f} us of a step ({total / step_us:.0%})"]
-    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_TOP_KERNELS]
-    return lines + [f"  {us:9.2f} us {us / total:5.1%}  {name[:100]}" for name, us in longest]
+    total = sum(kernel.us for kernel in kernels.values())
+    launches = sum(kernel.launches for kernel in kernels.values())
+    longest = sorted(kernels.items(), key=lambda item: -item[1].us)[:_TOP_KERNELS]
+    return [
+        f"  {launches:.0f} kernels: {total:.1f} of {step_us:.1f} us of a step "
+        f"({total / step_us:.0%})",
+        *(
+            f"  {k.us:9.2f} us {k.us / total:5.1%} {k.launches:6.1f} x  {name[:100]}"
+            for name, k in longest
+        ),
+    ]
 
 
 def generate() -> Iterator[Row]:
     """Yields the rows of the shapes that the flags ask for."""
-    shapes = harness.shapes_to_run(TABLE, QUICK, DEFAULTS)
+    wanted = (("model", _MODELS.value), ("batch", _BATCHES.value))
+    tables = (
+        [row for row in table if all(only is None or row[key] in only for key, only in wanted)]
+        for table in (TABLE, QUICK)
+    )
+    shapes = harness.shapes_to_run(*tables, DEFAULTS)
     unknown = sorted({shape["model"] for shape in shapes} - set(engine_models.MODELS))
     if unknown:
         raise ValueError(
@@ -290,4 +371,5 @@ def generate() -> Iterator[Row]:
 
 
 if __name__ == "__main__":
+    flags.set_default(flags.FLAGS["seconds"], _SECONDS)
     harness.main(generate)

@@ -123,13 +123,15 @@ def theirs(decoder: Any) -> Any:
     import transformers
 
     config, weights = decoder.config, {}
-    for name, weight in decoder.state_dict().items():
+    for name, weight in decoder.weights().items():
         key = name if name.startswith("lm_head.") else f"model.{name}"
         for part, heads in ((".q_proj.", config.num_heads), (".k_proj.", config.num_kv_heads)):
             if part in name:
                 rows = weight.reshape(heads, config.head_dim // 2, 2, *weight.shape[1:])
                 weight = rows.transpose(1, 2).reshape(weight.shape)
-        weights[key] = weight
+        weights[key] = weight.detach()
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     shape = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

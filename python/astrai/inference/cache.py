@@ -124,6 +124,7 @@ class TaskCacheManager:
         *,
         lens: Sequence[int] | None = None,
         input_ids: Sequence[int] | None = None,
+        input_from: tuple[torch.Tensor, Sequence[int]] | None = None,
         pad_to: int | None = None,
     ) -> KVCache:
         """Describes one call over tasks; see ``PagePool.bind_tasks``.
@@ -135,6 +136,7 @@ class TaskCacheManager:
             start_pos: As in ``bind_tasks``; None is decode.
             lens: Tokens of each task, those of this call included; None: all that it has room for.
             input_ids: As in ``bind_tasks``.
+            input_from: As in ``bind_tasks``.
             pad_to: As in ``bind_tasks``.
         """
         tasks = [self._task(task_id) for task_id in ids]
@@ -146,6 +148,7 @@ class TaskCacheManager:
             device,
             start_pos,
             input_ids=input_ids,
+            input_from=input_from,
             pad_to=pad_to,
         )
         now = (list(ids), lens) if start_pos is None else None

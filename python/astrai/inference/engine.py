@@ -11,15 +11,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from astrai.extension import (
+    attn_paged_decode_workspace_size,
+    attn_paged_prefill_workspace_size,
+    is_available,
+)
 from astrai.inference.cache import TaskCacheManager
 from astrai.inference.graphs import CudaGraphContext
 from astrai.inference.pool import PagePool
 from astrai.inference.request import Generation, Request
 from astrai.inference.runner import ModelRunner
-from astrai.inference.sampling import Sample, SamplingParams, sample
+from astrai.inference.sampling import Choice, Likeliest, Sample, SamplingParams, choose
 from astrai.inference.scheduler import Plan, Scheduler
 from astrai.inference.workspace import InferenceWorkspace
-from astrai.model import LoadedModel
+from astrai.model import LoadedModel, ModelConfig
 
 
 def _integer(value: object, what: str) -> int:
@@ -56,6 +61,38 @@ class EngineStats:
     preemptions: int = 0
 
 
+@dataclasses.dataclass
+class _Flight:
+    """A step that the device is at work on.
+
+    Attributes:
+        plan: What it computes.
+        chosen: The requests that get a token.
+        choice: The tokens, or None if there are none.
+    """
+
+    plan: Plan
+    chosen: list[Request]
+    choice: Choice | None
+
+
+def _attention_bytes(
+    config: ModelConfig, device: torch.device, batch: int, max_q_len: int
+) -> int:
+    """Bytes that attention kernels may need for partial results; 0 where none will run."""
+    kernels = ("attn_paged_decode", "attn_paged_prefill")
+    if device.type != "cuda" or not all(map(is_available, kernels)):
+        return 0
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    try:
+        return max(
+            attn_paged_decode_workspace_size(batch, *heads, device=device),
+            attn_paged_prefill_workspace_size(batch, max_q_len, *heads, device=device),
+        )
+    except (ValueError, RuntimeError):  # heads, or a device, that the kernels do not take
+        return 0
+
+
 class Engine:
     """Answers prompts with a model.
 
@@ -77,6 +114,9 @@ class Engine:
         k_scale: Dequantisation step of the keys of a float8 cache; None there means 1.
         v_scale: Likewise for values.
         cuda_graphs: Whether decode steps on a GPU are captured and replayed.
+        run_ahead: Whether a decode step is started before the last one's tokens have been read, so
+            that the device never waits for the host; of requests that turn out to have ended, its
+            tokens are dropped. None: on a GPU.
 
     Attributes:
         pool: Owner of K and V.
@@ -102,6 +142,7 @@ class Engine:
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
         cuda_graphs: bool = True,
+        run_ahead: bool | None = None,
     ) -> None:
         config = model.decoder.config
         if max_seq_len is None:
@@ -142,12 +183,17 @@ class Engine:
             dtype,
             max_tokens=max_batch_tokens,
             page_size=page_size,
+            attention_bytes=_attention_bytes(
+                config, device, max_batch_size, min(max_seq_len, max_batch_tokens)
+            ),
         )
         self.stats = EngineStats()
         self._tasks = TaskCacheManager(self.pool)
         self._scheduler = Scheduler(self._tasks, max_batch_tokens)
         graphs = CudaGraphContext(cuda_graphs) if device.type == "cuda" else None
         self._runner = ModelRunner(model.decoder, self._tasks, self.workspace, graphs)
+        self._run_ahead = device.type == "cuda" if run_ahead is None else run_ahead
+        self._flight: _Flight | None = None
         self._numbers = itertools.count()
         self._stepping = False
         self._given_up: list[Request] = []
@@ -268,7 +314,7 @@ class Engine:
         return answers
 
     def step(self) -> bool:
-        """Runs the model once for the requests whose turn it is.
+        """Gets the tokens of one run of the model, for the requests whose turn it is.
 
         Returns:
             Whether any request is still under way.
@@ -276,36 +322,69 @@ class Engine:
         start = time.perf_counter()
         self._stepping = True
         try:
-            plan = self._scheduler.schedule()
-            if plan.decode or plan.prefill:
-                chosen, samples = self._run(plan)
-                self._book(plan, len(chosen), time.perf_counter() - start)
-                for chunk in plan.prefill:
-                    chunk.request.computed = chunk.end
-                for request, result in zip(chosen, samples, strict=True):
-                    self._accept(request, result)
+            flight = self._flight
+            if flight is None or all(request.finish_reason for request in flight.chosen):
+                flight = self._flight = self._launch(self._scheduler.schedule())
+            if flight is not None:
+                self._flight = self._launch_next(flight)
+                self._land(flight, start)
         finally:
             self._stepping = False
             while self._given_up:
                 self._scheduler.remove(self._given_up.pop())
         return bool(self._scheduler.running or self._scheduler.waiting)
 
-    def _run(self, plan: Plan) -> tuple[list[Request], list[Sample]]:
-        """Computes a plan; returns the requests that get a token, and the tokens."""
-        chosen, logits = list(plan.decode), []
+    def _launch(self, plan: Plan, last: _Flight | None = None) -> _Flight | None:
+        """Starts to compute a plan, if there is work in it.
+
+        Args:
+            plan: The plan.
+            last: The step under way, whose tokens the plan's requests are to go on from.
+        """
+        chosen, parts = list(plan.decode), []
         if plan.decode:
-            logits.append(self._runner.decode(plan.decode))
+            newest = None
+            if last is not None:
+                row_of = {request: row for row, request in enumerate(last.chosen)}
+                newest = (last.choice.tokens, [row_of[request] for request in plan.decode])
+            parts.append(self._runner.decode(plan.decode, newest))
         if plan.prefill:
-            last = self._runner.prefill(plan.prefill)
-            logits.append(last)
+            parts.append(self._runner.prefill(plan.prefill))
             chosen += [chunk.request for chunk in plan.prefill if chunk.last]
+        if not parts:
+            return None
         if not chosen:
-            return [], []
-        return chosen, sample(
-            logits[0] if len(logits) == 1 else torch.cat(logits),
+            return _Flight(plan, [], None)
+        rows = parts[0]
+        if len(parts) > 1:
+            rows = Likeliest(*map(torch.cat, zip(*parts, strict=True)))
+        choice = choose(
+            rows,
             [request.sampling for request in chosen],
             [request.next_uniform() for request in chosen],
         )
+        for request in chosen:
+            request.in_flight += 1
+        return _Flight(plan, chosen, choice)
+
+    def _launch_next(self, flight: _Flight) -> _Flight | None:
+        """Starts the step after the one under way, if that can be done without its tokens."""
+        if not self._run_ahead or flight.choice is None:
+            return None
+        return self._launch(Plan(self._scheduler.ahead(flight.chosen), []), flight)
+
+    def _land(self, flight: _Flight, start: float) -> None:
+        """Waits for a step's tokens, and gives them to those requests that are still under way."""
+        samples = [] if flight.choice is None else flight.choice.read()
+        wanted = sum(request.finish_reason is None for request in flight.chosen)
+        self._book(flight.plan, wanted, time.perf_counter() - start)
+        for chunk in flight.plan.prefill:
+            chunk.request.computed = chunk.end
+        for request in flight.chosen:
+            request.in_flight -= 1
+        for request, result in zip(flight.chosen, samples, strict=True):
+            if request.finish_reason is None:
+                self._accept(request, result)
 
     def _accept(self, request: Request, result: Sample) -> None:
         request.computed = len(request.tokens)
@@ -334,7 +413,8 @@ class Engine:
             stats.decode_tokens += tokens
             stats.decode_seconds += seconds
         for request in (*plan.decode, *(chunk.request for chunk in plan.prefill)):
-            request.spend(seconds)
+            if request.finish_reason is None:
+                request.spend(seconds)
 
     def _enqueue(self, request: Request) -> None:
         """Gives a request to the scheduler, once."""

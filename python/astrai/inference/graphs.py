@@ -25,7 +25,7 @@ def padded_batch_size(batch: int, limit: int) -> int:
 @dataclasses.dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    output: torch.Tensor
+    output: Any
     addresses: list[int]
 
 
@@ -33,8 +33,8 @@ class CudaGraphContext:
     """Runs a model call eagerly once, captures it the second time, and replays it from then on.
 
     The call must do the same work on the same addresses each time: what changes from call to call
-    must lie in the tensors, not in Python values. All graphs share one memory pool, so an output is
-    valid until the next ``forward``.
+    must lie in the tensors, not in Python values. All graphs share one memory pool, so what a call
+    returns, tensors in any structure, is valid until the next ``forward``.
 
     Args:
         enabled: If False, every call runs eagerly.
@@ -54,9 +54,7 @@ class CudaGraphContext:
         """Whether a call with this key has been captured."""
         return key in self._captured
 
-    def forward(
-        self, model: Callable[..., torch.Tensor], *, key: Hashable, **kwargs: Any
-    ) -> torch.Tensor:
+    def forward(self, model: Callable[..., Any], *, key: Hashable, **kwargs: Any) -> Any:
         """Runs ``model(**kwargs)``.
 
         Args:
@@ -84,7 +82,7 @@ class CudaGraphContext:
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, model: Callable[..., torch.Tensor], kwargs: dict[str, Any]) -> _Captured:
+    def _capture(self, model: Callable[..., Any], kwargs: dict[str, Any]) -> _Captured:
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

@@ -261,6 +261,7 @@ class PagePool:
         incremental: bool = False,
         *,
         input_ids: Sequence[int] | None = None,
+        input_from: tuple[torch.Tensor, Sequence[int]] | None = None,
         pad_to: int | None = None,
     ) -> KVCache:
         """Describes one call over the given rows. Rows take the pages that they still lack.
@@ -277,6 +278,8 @@ class PagePool:
                 is the same).
             input_ids: The call's token ids, packed; they go to ``workspace.input_ids`` in the same
                 transfer.
+            input_from: In their place, token ids that only the device knows: int64 ``[n]``, and
+                which of them each request brings.
             pad_to: Decode in a paged pool: add requests of one token on the padding page up to this
                 number, as a graph captured for so many needs them. They touch no other page.
 
@@ -307,6 +310,12 @@ class PagePool:
             raise ValueError(
                 f"PagePool.bind_tasks: input_ids must have {len(positions)} tokens, got {len(ids)}"
             )
+        if input_from is not None and (ids is not None or len(input_from[1]) != len(positions)):
+            raise ValueError(
+                f"PagePool.bind_tasks: input_from must have {len(positions)} rows and stand in "
+                f"place of input_ids, got {len(input_from[1])} rows and "
+                f"{'no' if ids is None else len(ids)} input_ids"
+            )
         padding = 0 if pad_to is None else pad_to - len(rows)
         if padding:
             rows += [self.padding_row] * padding
@@ -326,9 +335,14 @@ class PagePool:
         }
         if ids is not None:
             fields["input_ids"] = ids
+        if input_from is not None:
+            fields["input_rows"] = input_from[1]
         if self.pages is not None and start_pos is not None:
             fields["q_tile_to_batch"], fields["q_tile_to_index"] = q_tile_map(q_lens)
         parts = self._send(fields, workspace)
+        if input_from is not None:
+            rows_in, ids_in = parts["input_rows"], workspace.input_ids
+            torch.index_select(input_from[0], 0, rows_in, out=ids_in[: rows_in.numel()])
         block_table = None
         if workspace.block_table is not None:
             block_table = workspace.block_table[: len(rows)]

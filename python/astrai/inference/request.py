@@ -60,6 +60,7 @@ class Request:
         tokens: The prompt, and the tokens made so far.
         prompt_length: Tokens of the prompt.
         computed: How many of the tokens have their K and V in the pool.
+        in_flight: Tokens chosen on the device that the host has not read yet.
         number: Place in the order of arrival; None before it was given to the engine.
         finish_reason: See ``Generation``.
         error: What the reader of the answer is to be told, or None.
@@ -86,6 +87,7 @@ class Request:
         self.prompt_length = len(prompt_ids)
         self.sampling = sampling
         self.computed = 0
+        self.in_flight = 0
         self.number: int | None = None
         self.finish_reason: str | None = None
         self.error: Exception | None = None
@@ -108,13 +110,23 @@ class Request:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and answer, those in flight included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still make after those in flight."""
+        return self._limit - self.generated - self.in_flight
+
+    @property
     def uncomputed(self) -> int:
         """Tokens whose K and V are not in the pool yet."""
         return len(self.tokens) - self.computed
 
     def next_uniform(self) -> float:
         """The random number for the next token."""
-        return uniform(self._seed, self.generated)
+        return uniform(self._seed, self.generated + self.in_flight)
 
     def spend(self, seconds: float) -> None:
         """Books the time of a step in which this request took part."""

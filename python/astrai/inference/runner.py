@@ -11,6 +11,7 @@ from astrai.inference.cache import TaskCacheManager
 from astrai.inference.graphs import CudaGraphContext, padded_batch_size
 from astrai.inference.pool import KVCache
 from astrai.inference.request import Request
+from astrai.inference.sampling import Likeliest, likeliest
 from astrai.inference.scheduler import Chunk
 from astrai.inference.workspace import InferenceWorkspace
 from astrai.model import Decoder
@@ -46,10 +47,18 @@ class ModelRunner:
         )
 
     @torch.no_grad()
-    def decode(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Computes each request's last token; returns the logits after it, ``[B, vocab]``.
+    def decode(
+        self, requests: Sequence[Request], newest: tuple[torch.Tensor, Sequence[int]] | None = None
+    ) -> Likeliest:
+        """Computes each request's last token.
 
-        They are valid until the next ``decode``.
+        Args:
+            requests: The requests.
+            newest: Their last tokens, if the host does not know them yet: as ``input_from`` of
+                ``PagePool.bind_tasks``.
+
+        Returns:
+            The logits after each, valid until the next ``decode``.
         """
         batch = padded = len(requests)
         if self.graphs is not None:
@@ -57,8 +66,9 @@ class ModelRunner:
         cache = self._tasks.bind(
             requests,
             self._workspace,
-            lens=[len(request.tokens) for request in requests],
-            input_ids=[request.tokens[-1] for request in requests],
+            lens=[request.length for request in requests],
+            input_ids=[request.tokens[-1] for request in requests] if newest is None else None,
+            input_from=newest,
             pad_to=None if self.graphs is None else padded,
         )
         arguments = {
@@ -71,15 +81,13 @@ class ModelRunner:
             backend = self._backend(cache)
             if backend.supports_graph():
                 key = (padded, backend.name)
-                return self.graphs.forward(self._decoder, key=key, **arguments)[:batch]
-        return self._decoder(**arguments)[:batch]
+                found = self.graphs.forward(self._likeliest, key=key, **arguments)
+                return Likeliest(*(part[:batch] for part in found))
+        return Likeliest(*(part[:batch] for part in self._likeliest(**arguments)))
 
     @torch.no_grad()
-    def prefill(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Computes chunks of requests; returns the logits after those that are their last.
-
-        The logits are ``[last chunks, vocab]``.
-        """
+    def prefill(self, chunks: Sequence[Chunk]) -> Likeliest:
+        """Computes chunks of requests; returns the logits after those that are their last."""
         cache = self._tasks.bind(
             [chunk.request for chunk in chunks],
             self._workspace,
@@ -91,13 +99,16 @@ class ModelRunner:
         )
         # Only the last chunk may stop short of its request's end: the others are in front.
         done = sum(chunk.last for chunk in chunks)
-        return self._decoder(
-            self._workspace.input_ids[: cache.positions.numel()],
+        return self._likeliest(
+            input_ids=self._workspace.input_ids[: cache.positions.numel()],
             positions=cache.positions,
             kv_cache=cache,
             fwd="prefill",
             select=cache.qo_indptr[1 : done + 1] - 1,
         )
+
+    def _likeliest(self, **arguments) -> Likeliest:
+        return likeliest(self._decoder(**arguments))
 
     def _backend(self, cache: KVCache):
         """The attention backend that a decode step takes now (contexts may have changed it)."""

@@ -77,10 +77,71 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+class Likeliest(NamedTuple):
+    """Logits and the largest of each row.
+
+    Attributes:
+        logits: ``[batch, vocab]``.
+        top: ``[batch]``, the largest logit.
+        tokens: int64 ``[batch]``, where it is; of equal ones, the first.
+    """
+
+    logits: torch.Tensor
+    top: torch.Tensor
+    tokens: torch.Tensor
+
+
+def likeliest(logits: torch.Tensor) -> Likeliest:
+    """What greedy choice needs of logits, ``[batch, vocab]``: fit to be captured in a graph."""
+    return Likeliest(logits, *logits.max(dim=-1))
+
+
+class Choice:
+    """Tokens chosen on the device, and their copy to the host, which is under way.
+
+    Args:
+        tokens: int64 ``[batch]``.
+        top: ``[batch]``, the largest logits.
+        logprobs: ``[batch]``, or None if no row wants them.
+        wanted: Whether each row wants its log-probability.
+
+    Attributes:
+        tokens: The tokens on the device. The next replay of the graph that they come from
+            overwrites them.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        top: torch.Tensor,
+        logprobs: torch.Tensor | None,
+        wanted: Sequence[bool],
+    ) -> None:
+        self.tokens = tokens
+        self._wanted = wanted
+        self._tokens, self._top, self._logprobs = (
+            None if x is None else x.to("cpu", non_blocking=True) for x in (tokens, top, logprobs)
+        )
+        self._copied = torch.cuda.Event() if tokens.is_cuda else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(tokens.device))
+
+    def read(self) -> list[Sample]:
+        """Waits for the copy; returns a sample for each row."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        logprobs = [math.nan] * len(self._wanted)
+        if self._logprobs is not None:
+            found = self._logprobs.tolist()
+            logprobs = [x if w else math.nan for x, w in zip(found, self._wanted, strict=True)]
+        columns = (self._tokens.tolist(), self._top.tolist(), logprobs)
+        return [Sample(*row) for row in zip(*columns, strict=True)]
+
+
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> list[Sample]:
-    """Chooses one token in each row; one copy from the device for all of them.
+    """Chooses one token in each row.
 
     Args:
         logits: ``[batch, vocab]``, any floating dtype and device.
@@ -98,26 +159,28 @@ def sample(
         )
     if len(uniforms) != batch:
         raise ValueError(f"sample: uniforms must have {batch} numbers, got {len(uniforms)}")
-    top, tokens = logits.max(dim=-1)  # of equal logits, the first
+    return choose(likeliest(logits), params, uniforms).read()
+
+
+def choose(
+    rows: Likeliest, params: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> Choice:
+    """Does what ``sample`` does, but waits for nothing."""
+    logits, top, tokens = rows
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     if drawn:
         settings = _to_device(
             [[row, *_setting(params[row], logits.shape[1]), uniforms[row]] for row in drawn],
             logits.device,
         )
-        rows = settings[:, 0].long()
+        index = settings[:, 0].long()
         cut = any(params[row].top_k or params[row].top_p < 1 for row in drawn)
-        tokens = tokens.index_copy(0, rows, _draw(logits[rows], settings[:, 1:], cut))
-    columns = [tokens.double(), top.double()]
+        tokens = tokens.index_copy(0, index, _draw(logits[index], settings[:, 1:], cut))
+    logprobs = None
     if any(p.logprobs for p in params):
         wide = logits.float()
-        chosen = wide.gather(1, tokens[:, None])[:, 0]
-        columns.append((chosen - wide.logsumexp(-1)).double())
-    results = torch.stack(columns, dim=1).tolist()
-    return [
-        Sample(int(row[0]), row[1], row[2] if p.logprobs else math.nan)
-        for p, row in zip(params, results, strict=True)
-    ]
+        logprobs = wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(-1)
+    return Choice(tokens, top, logprobs, [p.logprobs for p in params])
 
 
 def _setting(params: SamplingParams, vocab: int) -> tuple[float, float, float]:

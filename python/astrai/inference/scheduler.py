@@ -62,6 +62,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self.cached_tokens = 0
+        self._full = False  # whether the waiting ones must wait until a running one is removed
 
     def add(self, request: Request) -> None:
         """Queues a request behind all others."""
@@ -69,6 +70,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Takes out a request that has ended or is given up; its pages are free then."""
+        self._full = False
         if request in self.running:
             self.running.remove(request)
             self._tasks.task_free(request)
@@ -102,6 +104,7 @@ class Scheduler:
                 budget -= 1
             else:
                 budget -= self._add_chunk(prefill, request, budget)
+        self._full = bool(self.waiting) and not prefill
         if self.waiting and not self.running:
             raise RuntimeError(
                 "Scheduler: the pool must have a row and pages for "
@@ -109,6 +112,23 @@ class Scheduler:
                 "taken from the pool by hand must be given back"
             )
         return Plan(decode, prefill)
+
+    def ahead(self, chosen: list[Request]) -> list[Request]:
+        """The requests of the step after one whose tokens are not known yet, with their pages.
+
+        Args:
+            chosen: The requests that get a token in that step, which is under way.
+
+        Returns:
+            Those that may go on, to be decoded; some may turn out to have ended. Empty if the next
+            step has other work: prompts to compute, requests to let in or to preempt.
+        """
+        if (self.waiting and not self._full) or not set(self.running) <= set(chosen):
+            return []
+        requests = [request for request in self.running if request.remaining > 0]
+        if all(self._tasks.task_extend(request, request.length - 1) for request in requests):
+            return requests
+        return []
 
     def _decode(self) -> list[Request]:
         """The running requests with one token to compute, each with a page for it."""

@@ -55,6 +55,7 @@ class InferenceWorkspace:
 
     Attributes:
         input_ids: int64 ``[max_tokens]``, token ids.
+        input_rows: int32 ``[max_batch_size]``, where the token ids are found that the device has.
         position_ids: int64 ``[max_tokens]``, position of each token in its request.
         seq_lens: int64 ``[max_batch_size]``, tokens of each request.
         table_index: int64 ``[max_tokens]``, entries of the pool's page table that change, counted
@@ -100,6 +101,7 @@ class InferenceWorkspace:
             "input_ids": (tokens, torch.int64),
             "position_ids": (tokens, torch.int64),
             "out_cache_loc": (tokens, torch.int32),
+            "input_rows": (batch, torch.int32),
             "seq_lens": (batch, torch.int64),
             "req_pool_indices": (batch, torch.int32),
             "kv_indptr": (batch + 1, torch.int32),
@@ -122,6 +124,7 @@ class InferenceWorkspace:
         self.input_ids = self._part("input_ids")
         self.position_ids = self._part("position_ids")
         self.out_cache_loc = self._part("out_cache_loc")
+        self.input_rows = self._part("input_rows")
         self.seq_lens = self._part("seq_lens")
         self.req_pool_indices = self._part("req_pool_indices")
         self.kv_indptr = self._part("kv_indptr")

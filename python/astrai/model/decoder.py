@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from astrai.model.components import GQA, MLP, Linear, RMSNorm, RotaryTable
+from astrai.extension import Rotary
+from astrai.model.components import GQA, MLP, Linear, RMSNorm, RotaryTable, StackedLinear
 from astrai.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -25,11 +26,26 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(
-        self, x: torch.Tensor, freqs_cis: torch.Tensor, kv_cache: KVCache | None, fwd: str | None
+        self, x: torch.Tensor, rotary: Rotary, kv_cache: KVCache | None, fwd: str | None
     ) -> torch.Tensor:
-        """Applies the block to x; arguments as ``GQA.forward``."""
-        x = x + self.self_attn(self.input_layernorm(x), freqs_cis, kv_cache, fwd)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        """Applies the block to x, whose memory may then hold the result (see ``Linear.add``).
+
+        The other arguments are those of ``GQA.forward``.
+        """
+        x = self.self_attn(self.input_layernorm(x), x, rotary, kv_cache, fwd)
+        return self.mlp(self.post_attention_layernorm(x), x)
+
+
+class Slot(NamedTuple):
+    """Where a tensor of a checkpoint goes.
+
+    Attributes:
+        parameter: Name of the decoder's parameter.
+        rows: The rows of it that are the tensor's.
+    """
+
+    parameter: str
+    rows: slice = slice(None)
 
 
 class Decoder(nn.Module):
@@ -59,6 +75,29 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         """Type of weights and activations."""
         return self.embed_tokens.weight.dtype
+
+    def slots(self) -> dict[str, Slot]:
+        """Where each tensor of a checkpoint goes, by its name in Hugging Face's checkpoints.
+
+        Projections that are computed together are tensors of their own there.
+        """
+        slots = {}
+        for prefix, module in self.named_modules():
+            for name, _ in module.named_parameters(prefix, recurse=False):
+                if isinstance(module, StackedLinear):
+                    parent, kind = prefix.rpartition(".")[0], name.rpartition(".")[2]
+                    for part, rows in module.parts.items():
+                        slots[f"{parent}.{part}.{kind}"] = Slot(name, rows)
+                else:
+                    slots[name] = Slot(name)
+        if self.config.tie_word_embeddings:
+            del slots["lm_head.weight"]
+        return slots
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights by their names in Hugging Face's checkpoints, as views."""
+        whole = dict(self.named_parameters())
+        return {name: whole[parameter][rows] for name, (parameter, rows) in self.slots().items()}
 
     def forward(
         self,
@@ -108,9 +147,9 @@ class Decoder(nn.Module):
                 f"{tuple(input_ids.shape)} and "
                 f"{None if positions is None else tuple(positions.shape)}"
             )
-        freqs_cis = self._rotary.at(positions)
+        rotary = Rotary(self._rotary.on(input_ids.device), positions, interleaved=True)
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = layer(x, freqs_cis, kv_cache, fwd)
+            x = layer(x, rotary, kv_cache, fwd)
         x = self.norm(x)
         return self.lm_head(x if select is None else x[select])

@@ -118,26 +118,37 @@ def _fill(
         )
     with torch.device("meta"):
         decoder = Decoder(config)
-    expected = {name: parameter.shape for name, parameter in decoder.named_parameters()}
+    slots, expected = decoder.slots(), decoder.weights()
+    parameters = dict(decoder.named_parameters())
     state: dict[str, torch.Tensor] = {}
+    found: set[str] = set()
     for done, (name, tensor) in enumerate(pairs, 1):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # some writers store the tied matrix twice
         if name not in expected:
             raise ValueError(f"load: every tensor must belong to the model, got {name} in {source}")
-        if tensor.shape != expected[name]:
+        shape = tuple(expected[name].shape)
+        if tensor.shape != shape:
             raise ValueError(
-                f"load: {name} must have shape {tuple(expected[name])}, got {tuple(tensor.shape)} "
-                f"in {source}"
+                f"load: {name} must have shape {shape}, got {tuple(tensor.shape)} in {source}"
             )
         if tensor.dtype not in _DTYPES:  # quantised: its numbers mean nothing without their scales
             raise ValueError(
                 f"load: {name} must be float32, bfloat16 or float16, got {tensor.dtype} in {source}"
             )
-        state[name] = tensor.to(device=device, dtype=dtype)
+        parameter, rows = slots[name]
+        if rows == slice(None):
+            state[parameter] = tensor.to(device=device, dtype=dtype)
+        else:
+            if parameter not in state:
+                state[parameter] = torch.empty_like(
+                    parameters[parameter], device=device, dtype=dtype, requires_grad=False
+                )
+            state[parameter][rows] = tensor.to(device=device, dtype=dtype)
+        found.add(name)
         if progress is not None:
             progress(done, total)
-    missing = sorted(expected.keys() - state.keys())
+    missing = sorted(expected.keys() - found)
     if missing:
         raise ValueError(
             f"load: {source} must hold all weights, got none for {len(missing)}, first "

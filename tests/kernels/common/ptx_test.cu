@@ -138,7 +138,13 @@ __global__ void matrix_kernel(const T* a, const T* b, float* c) {
   uint8_t* const smem = dynamic_smem;
   const int lane = static_cast<int>(threadIdx.x);
   // Rows of 32 bytes, two chunks each; b has 16 columns, of which the first 8 count.
-  const uint32_t a_tile = shared_address(smem), b_tile = a_tile + 16 * 32;
+  // Through memory, which keeps it out of uniform registers: with an address there, ptxas 13.0
+  // encodes a copy that has a cache policy as an illegal instruction (see device_code_test.py).
+  __shared__ volatile uint32_t tiles;
+  tiles = shared_address(smem);
+  __syncwarp();
+  const uint32_t a_tile = tiles;
+  const uint32_t b_tile = a_tile + 16 * 32;
   cp_async_16(a_tile + static_cast<uint32_t>(lane) * 16, a + lane * 8, true);
   cp_async_commit();
   cp_async_16(b_tile + static_cast<uint32_t>(lane) * 16, b + lane * 8, lane % 2 == 0,

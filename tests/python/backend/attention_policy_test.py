@@ -21,7 +21,7 @@ from astrai.extension import (
     op_backend,
     resolve,
 )
-from astrai.extension.backend import attention_base, attention_flash
+from astrai.extension.backend import attention_base
 from astrai.extension.dispatch import get_family
 from tests.python.backend.attention_cases import make_cache, packed_call, qkv
 
@@ -200,23 +200,6 @@ def test_cuda_takes_caches_of_its_dtype_or_float8(kernels, fwd):
         assert found.record.name == expected, (contiguous, dtype)
 
 
-def test_flash_never_gets_a_mask(call, kernels, monkeypatch):
-    monkeypatch.setattr(FlashAttnBackend, "available", classmethod(lambda cls: True))
-    monkeypatch.setattr(attention_flash, "_works_on", lambda index: True)
-    q, k, v = qkv(1, 3, 5, 4, 2, 80, dtype=torch.bfloat16)
-    q.requires_grad_()  # which the kernels do not take
-    assert resolve("attention", q, k, v, is_causal=True).record.name == "flash"
-    flash = AttentionBackendFactory.create("flash")
-    for shape in ((1, 5), (1, 3, 5), (1, 1, 3, 5)):
-        mask = torch.ones(shape, dtype=torch.bool)
-        found = resolve("attention", q, k, v, attn_mask=mask, is_causal=True)
-        assert found.record.name == "torch_native", shape
-        with pytest.raises(ExplicitSelectionError, match="needs mask is None, got 'bool'"):
-            resolve("attention", q, k, v, attn_mask=mask, explicit="flash")
-        with pytest.raises(ValueError, match="custom attention mask"):
-            flash.forward(q, k, v, None, 0, mask, True, None)
-
-
 def test_supports_call():
     q, k, v = qkv(1, 3, 5, 4, 2, 64)
     assert AttentionBackendFactory.create("torch_native").supports_call(q)
@@ -264,6 +247,59 @@ def test_backend_of_ones_own(call, monkeypatch):
         AttentionBackendFactory.unregister("doubling")
         Doubling.name = ""
     assert resolve("attention", q, k, v).record.name == "torch_native"
+
+
+class Windowed(AttentionBackend):
+    """Takes one of the keyword-only arguments."""
+
+    def forward(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, *, window=(-1, -1)):
+        return q * window[0]
+
+
+class Anything(AttentionBackend):
+    def forward(self, q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, **features):
+        return q * len(features)
+
+
+FEATURES = {
+    "scale": 0.5,
+    "return_lse": True,
+    "window": (3, 0),
+    "softcap": 2.0,
+    "sinks": torch.zeros(4),
+}
+
+
+def test_backend_gets_no_feature_that_its_forward_does_not_take(call):
+    q = call[0]
+    for name, value in FEATURES.items():
+        with pytest.raises(ExplicitSelectionError, match=f"Doubling.forward takes no {name}$"):
+            attention(*call, backend=Doubling, **{name: value})
+    both = {"softcap": 2.0, "window": (3, 0)}
+    with pytest.raises(ExplicitSelectionError, match=r"takes no window and no softcap$"):
+        attention(*call, backend=Doubling, **both)
+    with pytest.raises(ExplicitSelectionError, match=r"takes no softcap$"):
+        attention(*call, backend=Windowed, **both)
+    assert torch.equal(attention(*call, backend=Windowed, window=(3, 0)), q * 3)
+    assert torch.equal(attention(*call, backend=Anything, **FEATURES), q * 5)
+    # What is not used does not reach it.
+    plain = {"scale": None, "return_lse": False, "window": [-1, -1], "softcap": 0.0, "sinks": None}
+    assert torch.equal(attention(*call, backend=Doubling, **plain), q * 2)
+    assert torch.equal(attention(*call, backend=Anything, **plain), q * 0)
+
+
+def test_soft_choice_passes_over_a_backend_that_lacks_the_feature(call, monkeypatch):
+    AttentionBackendFactory.register("doubling")(Doubling)
+    monkeypatch.setenv("ASTR_BACKEND", "doubling")
+    try:
+        assert resolve("attention", *call).record.name == "doubling"
+        for name, value in FEATURES.items():
+            assert resolve("attention", *call, **{name: value}).record.name == "torch_native"
+            text = explain("attention", *call, **{name: value})
+            assert f"doubling: reject (Doubling.forward takes no {name})" in text
+    finally:
+        AttentionBackendFactory.unregister("doubling")
+        Doubling.name = ""
 
 
 def test_backend_must_implement_forward():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from astrai.extension import ShapeError, attention
-from astrai.extension.backend.attention_torch import dense_attention
 from astrai.extension.backend.reference import attention_reference
 from tests.python.backend.attention_cases import (
     MASKS,
@@ -90,10 +89,9 @@ def test_gradients(q_len, kv_len, kind):
 def test_strides_do_not_matter(return_lse):
     fused = torch.randn(2, 9, 8, 16)
     q, k, v = fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]
-    want = dense_attention(
-        q.contiguous(), k.contiguous(), v.contiguous(), None, True, None, return_lse
-    )
-    got = dense_attention(q, k, v, None, True, None, return_lse)
+    dense = [x.contiguous() for x in (q, k, v)]
+    want = attention(*dense, is_causal=True, return_lse=return_lse)
+    got = attention(q, k, v, is_causal=True, return_lse=return_lse)
     for a, b in zip(got if return_lse else [got], want if return_lse else [want], strict=True):
         torch.testing.assert_close(a, b)
 

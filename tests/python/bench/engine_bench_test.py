@@ -8,6 +8,7 @@ import pytest
 from absl import flags
 
 from tools.bench import bench_engine, engine_models, harness
+from tools.bench.bench_engine import KernelTime
 
 torch = pytest.importorskip("torch")
 
@@ -24,6 +25,7 @@ TINY = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+KERNELS = {"gemm": KernelTime(3.0, 7.0), "other": KernelTime(1.0, 1.0)}
 SHAPE = {"model": "tiny", "batch": 3, "prompt": 20, "new_tokens": 6}
 
 
@@ -52,7 +54,9 @@ def test_both_sides_give_the_same_tokens(tiny):
     engine = bench_engine.make_engine(tiny, SHAPE)
     mine = bench_engine.run_engine(engine, prompts, SHAPE["new_tokens"])
     peer = engine_models.theirs(tiny.decoder)
-    theirs = bench_engine.run_transformers(peer, prompts, SHAPE["new_tokens"], compiled=False)
+    theirs = bench_engine.run_transformers(
+        peer, prompts, SHAPE["new_tokens"], compiled=False, most_tokens=20
+    )
     assert [len(tokens) for tokens in mine.tokens] == [6, 6, 6]
     assert mine.tokens == theirs.tokens
     assert bench_engine.agreement(mine, theirs) == 1.0
@@ -64,7 +68,7 @@ def test_both_sides_give_the_same_tokens(tiny):
 def test_the_peer_shares_all_but_q_and_k(tiny):
     pytest.importorskip("transformers")
     peer = engine_models.theirs(tiny.decoder)
-    ours = {weight.data_ptr() for weight in tiny.decoder.parameters()}
+    ours = {weight.data_ptr() for weight in tiny.decoder.weights().values()}
     own = [name for name, w in peer.named_parameters() if w.data_ptr() not in ours]
     assert len(own) == 2 * TINY["num_layers"]
     assert all(".q_proj." in name or ".k_proj." in name for name in own)
@@ -102,29 +106,31 @@ def test_turns_are_mirrored_and_the_first_run_does_not_count():
     def candidate(name, times):
         times = iter(times)
 
-        def call():
-            log.append(name)
+        def call(new_tokens):
+            log.append(f"{name}{new_tokens}")
             return run(seconds=next(times))
 
         return call
 
     found = bench_engine.take_turns(
-        {"astrai": candidate("a", [99, 1, 2, 3, 4]), "peer": candidate("b", [99, 5, 6, 7, 8])}, 4
+        {"astrai": candidate("a", [99, 1, 2, 3, 4]), "peer": candidate("b", [99, 5, 6, 7, 8])},
+        50,
+        4,
     )
-    assert "".join(log) == "ab" + "abba" * 2
+    assert log == ["a6", "b6", *["a50", "b50", "b50", "a50"] * 2]
     assert found["astrai"].seconds() == 2.5
     assert found["peer"].seconds() == 6.5
 
 
 def test_a_peer_that_fails_is_left_out(capsys):
-    def broken():
+    def broken(new_tokens):
         raise OSError("no compiler")
 
-    found = bench_engine.take_turns({"astrai": run, "transformers": broken}, 2)
+    found = bench_engine.take_turns({"astrai": run, "transformers": broken}, 9, 2)
     assert list(found) == ["astrai"]
     assert "transformers does not run here: no compiler" in capsys.readouterr().err
     with pytest.raises(OSError, match="no compiler"):
-        bench_engine.take_turns({"astrai": broken}, 2)
+        bench_engine.take_turns({"astrai": broken}, 9, 2)
 
 
 def test_without_decode_steps_there_is_no_row_of_them():
@@ -134,9 +140,10 @@ def test_without_decode_steps_there_is_no_row_of_them():
 
 
 def test_the_kernels_share_of_a_step_is_printed():
-    lines = bench_engine.kernel_table({"gemm": 60.0, "attention": 20.0}, 100.0)
-    assert lines[0] == "  kernels: 80.0 of 100.0 us of a step (80%)"
-    assert lines[1].split() == ["60.00", "us", "75.0%", "gemm"]
+    kernels = {"gemm": KernelTime(60.0, 4.0), "attention": KernelTime(20.0, 1.0)}
+    lines = bench_engine.kernel_table(kernels, 100.0)
+    assert lines[0] == "  5 kernels: 80.0 of 100.0 us of a step (80%)"
+    assert lines[1].split() == ["60.00", "us", "75.0%", "4.0", "x", "gemm"]
 
 
 def test_an_unknown_model_is_refused():
@@ -145,13 +152,39 @@ def test_an_unknown_model_is_refused():
         list(bench_engine.generate())
 
 
+def test_rows_are_chosen_by_model_and_batch(monkeypatch):
+    def shapes(*arguments):
+        flags.FLAGS.unparse_flags()
+        flags.FLAGS(["test", *arguments])
+        return [(row["model"], row["batch"]) for row in bench_engine.generate()]
+
+    monkeypatch.setattr(bench_engine, "measure_shape", lambda shape: iter([shape]))
+    llama, demo = "Llama-3-8B", "SmolLM2-135M"
+    assert shapes() == [(model, batch) for model in (llama, demo) for batch in (1, 8, 64)]
+    assert shapes("--quick") == [(llama, 1), (demo, 1)]
+    assert shapes("--model", demo, "--batch=1", "--batch=64") == [(demo, 1), (demo, 64)]
+    assert shapes("--model", llama, "--quick") == [(llama, 1)]
+
+
+def test_only_the_goals_shape_is_compiled():
+    peers = {
+        (shape["model"], shape["batch"]): bench_engine.peers_of({**bench_engine.DEFAULTS, **shape})
+        for shape in bench_engine.TABLE
+    }
+    assert peers.pop(("Llama-3-8B", 1)) == ["transformers", "transformers_eager"]
+    assert set(map(tuple, peers.values())) == {("transformers_eager",)} and len(peers) == 5
+    flags.FLAGS.unparse_flags()
+    flags.FLAGS(["test", "--peer=transformers"])
+    assert bench_engine.peers_of(SHAPE) == ["transformers"]
+
+
 def test_all_rows_of_a_shape(tiny, monkeypatch, capsys):
     pytest.importorskip("transformers")
     flags.FLAGS(["test", "--peer=transformers_eager", "--turns=2"])
     monkeypatch.setattr(harness, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a CPU")
     monkeypatch.setattr(engine_models, "ours", lambda name, device: tiny)
-    monkeypatch.setattr(bench_engine, "profile_steps", lambda *_: {"gemm": 3.0, "other": 1.0})
+    monkeypatch.setattr(bench_engine, "profile_steps", lambda *_: KERNELS)
     bench_engine._models.cache_clear()
     rows = list(bench_engine.measure_shape({**SHAPE, "new_tokens": 12}))
     bench_engine._models.cache_clear()
@@ -166,6 +199,7 @@ def test_all_rows_of_a_shape(tiny, monkeypatch, capsys):
     assert kernels.peer_us == step.us
     printed = capsys.readouterr().out
     assert "tiny batch 3, astrai: " in printed
+    assert "  a decode step reads weights and keys at " in printed
     assert "the first token is that of ours in 100% of the requests" in printed
 
 
@@ -184,7 +218,10 @@ class FakeProfile:
 
     def key_averages(self):
         events = {"gemm": 70.0, "aten::mm": 0.0}
-        return [types.SimpleNamespace(key=k, self_device_time_total=v) for k, v in events.items()]
+        return [
+            types.SimpleNamespace(key=k, self_device_time_total=v, count=14)
+            for k, v in events.items()
+        ]
 
 
 def test_steps_are_profiled_only_while_all_requests_decode(tiny, monkeypatch):
@@ -192,7 +229,7 @@ def test_steps_are_profiled_only_while_all_requests_decode(tiny, monkeypatch):
     engine = bench_engine.make_engine(tiny, {**SHAPE, "new_tokens": 12})
     prompts = bench_engine.random_prompts(SHAPE)
     # The prompts' step and the warm ones give 5 tokens; the other 7 are profiled.
-    assert bench_engine.profile_steps(engine, prompts, 12) == {"gemm": 10.0}
+    assert bench_engine.profile_steps(engine, prompts, 12) == {"gemm": KernelTime(10.0, 2.0)}
     assert engine.stats.steps == 12
     assert not engine.step()  # the requests are gone
     # Answers that end before all steps are warm leave nothing to profile.

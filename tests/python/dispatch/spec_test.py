@@ -57,6 +57,16 @@ def test_failures_name_only_what_failed_and_what_came():
     ]
 
 
+def test_a_function_may_say_why_not():
+    spec = axis("n").eq(4) & Spec.unless(
+        lambda axes: None if axes["m"] < 3 else f"m is {axes['m']}", "a small m"
+    )
+    assert spec.matches({"n": 4, "m": 2}) and not spec.matches({"n": 4, "m": 3})
+    assert spec.failures({"n": 4, "m": 2}) == []
+    assert spec.failures({"n": 5, "m": 3}) == ["needs n == 4, got 5", "m is 3"]
+    assert spec.description == "n == 4 and a small m"
+
+
 def test_and_is_not_changed_by_its_parts():
     first, second = axis("a").eq(1), axis("b").eq(2)
     both = first & second

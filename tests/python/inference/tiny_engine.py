@@ -7,6 +7,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from astrai.inference import Engine
+from astrai.inference.sampling import Likeliest, likeliest
 from astrai.model import ChatTemplate, LoadedModel, Tokenizer
 from tests.python.model import tiny
 
@@ -53,12 +54,12 @@ def say(engine: Engine, *plans: list[int]) -> Engine:
     """Makes an engine's requests, in the order of arrival, say these tokens, whatever is asked."""
     rest: dict[int, list[int]] = {}
 
-    def logits_of(requests) -> torch.Tensor:
+    def logits_of(requests, newest=None) -> Likeliest:
         logits = torch.zeros(len(requests), 97)
         for row, request in enumerate(requests):
             plan = rest.setdefault(request.number, list(plans[request.number]))
             logits[row, plan.pop(0)] = 1.0
-        return logits
+        return likeliest(logits)
 
     engine._runner.decode = logits_of
     engine._runner.prefill = lambda chunks: logits_of([c.request for c in chunks if c.last])

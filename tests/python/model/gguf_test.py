@@ -23,9 +23,9 @@ def test_weights_come_back(tmp_path):
     config = dataclasses.replace(loaded.decoder.config, rms_norm_eps=1e-5)
     assert config == tiny.CONFIG and not config.tie_word_embeddings
     assert loaded.chat_template is None and loaded.tokenizer.vocab_size == 97
-    for name, weight in model.named_parameters():
-        assert torch.equal(loaded.decoder.get_parameter(name), weight), name
-    total = len(list(model.parameters()))
+    for name, weight in model.weights().items():
+        assert torch.equal(loaded.decoder.weights()[name], weight), name
+    total = len(model.weights())
     assert seen == [(i, total) for i in range(1, total + 1)]
     with torch.no_grad():
         torch.testing.assert_close(loaded.decoder(IDS), model(IDS))
@@ -35,9 +35,9 @@ def test_bf16_is_the_fp32_weights_rounded(tmp_path):
     tiny.write_gguf(tmp_path / "m.gguf", tiny.decoder())
     loaded = load(tmp_path / "m.gguf", dtype=torch.bfloat16).decoder
     cast = copy.deepcopy(tiny.decoder()).to(torch.bfloat16)
-    for name, weight in loaded.named_parameters():
+    for name, weight in loaded.weights().items():
         assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight, cast.get_parameter(name)), name
+        assert torch.equal(weight, cast.weights()[name]), name
     with torch.no_grad():
         assert torch.equal(loaded(IDS), cast(IDS)), "the rotary table must stay fp32 in .to(bf16)"
 
@@ -56,11 +56,11 @@ def test_quantised_types_are_dequantised_as_gguf_does(tmp_path, kind):
     tiny.write_gguf(tmp_path / "m.gguf", model, quantize=kind)
     loaded = load(tmp_path / "m.gguf").decoder
     number = gguf.GGMLQuantizationType[kind]
-    for name, weight in model.named_parameters():
+    for name, weight in model.weights().items():
         values = weight.detach().numpy()
         if values.ndim == 2:
             values = gguf.dequantize(gguf.quantize(values, number), number)
-        assert torch.equal(loaded.get_parameter(name), torch.tensor(values)), name
+        assert torch.equal(loaded.weights()[name], torch.tensor(values)), name
 
 
 def test_rope_factors_divide_the_frequencies(tmp_path):

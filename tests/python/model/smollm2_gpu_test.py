@@ -108,7 +108,7 @@ def test_fp32_on_the_gpu_takes_the_fallback_and_is_right(prompts, exact):
 
 
 def test_each_layer_of_each_step_launches_the_kernel(gpu, prompts, monkeypatch):
-    calls = {"attn_paged_decode": 0, "attn_paged_prefill": 0}
+    calls = {"attn_paged_decode": 0, "attn_paged_prefill": 0, "rope_append_kv": 0}
 
     def counted(name):
         op = getattr(attention_cuda, name)
@@ -123,7 +123,11 @@ def test_each_layer_of_each_step_launches_the_kernel(gpu, prompts, monkeypatch):
         monkeypatch.setattr(attention_cuda, name, counted(name))
     engine = Engine(gpu, max_seq_len=128, cuda_graphs=False)
     engine.generate(prompts[0], max_tokens=11, stop_ids=()).read()
-    assert calls == {"attn_paged_decode": 30 * 10, "attn_paged_prefill": 30}
+    assert calls == {
+        "attn_paged_decode": 30 * 10,
+        "attn_paged_prefill": 30,
+        "rope_append_kv": 30 * 11,
+    }
 
 
 def bf16_ulp(value: float) -> float:

@@ -37,7 +37,7 @@ def test_every_weight_equals_transformers():
     ours = smollm2.ours().decoder
     theirs = smollm2.reference().state_dict()
     heads = {"q_proj": ours.config.num_heads, "k_proj": ours.config.num_kv_heads}
-    for name, weight in ours.named_parameters():
+    for name, weight in ours.weights().items():
         expected = theirs["model." + name if name != "lm_head.weight" else name]
         for projection, count in heads.items():
             if projection in name:  # theirs pairs row i with i + head_dim / 2, ours neighbours

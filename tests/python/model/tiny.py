@@ -89,7 +89,7 @@ def write_gguf(
         elif value is not None:
             writer.add_uint32(key, value)
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(config.vocab_size)])
-    for name, weight in model.named_parameters():
+    for name, weight in model.weights().items():
         short = _gguf_name(name)
         if short == leave_out:
             continue

@@ -125,7 +125,7 @@ def problem(
         for b, length in enumerate(kv_lens):
             old = max(length - own_q_lens[b], 0) if append else length
             values = randn(old, kv_heads, dim, dtype=dtype, seed=seed + 100 * b + stream)
-            reference._store(cache, slots[b, :old], values, None)
+            reference.store(cache, slots[b, :old], values, None)
     new = [
         randn(tokens, kv_heads, dim, dtype=dtype, seed=seed + stream) if append else None
         for dim, stream in ((head_dim, 3), (v_head_dim, 4))

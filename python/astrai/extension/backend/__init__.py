@@ -12,7 +12,7 @@ from astrai.extension.backend.attention import (
     get_backend,
 )
 from astrai.extension.backend.reference import attention_reference
-from astrai.extension.backend.rotary import apply_rotary_emb, get_rotary_emb, rotary_embed
+from astrai.extension.backend.rotary import Rotary, apply_rotary_emb, get_rotary_emb, rotary_embed
 
 __all__ = [
     "ATTN_BACKEND",
@@ -20,6 +20,7 @@ __all__ = [
     "AttentionBackendFactory",
     "CudaBackend",
     "FlashAttnBackend",
+    "Rotary",
     "TorchNativeBackend",
     "apply_rotary_emb",
     "attention",

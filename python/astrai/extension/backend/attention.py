@@ -24,6 +24,7 @@ from astrai.extension.backend.attention_torch import TorchNativeBackend
 from astrai.extension.backend.kv import PackedKVCache
 from astrai.extension.backend.masks import UNLIMITED
 from astrai.extension.backend.reference import check_features
+from astrai.extension.backend.rotary import Rotary, rotary_embed
 from astrai.extension.dispatch import (
     ImplRecord,
     env_choice,
@@ -113,6 +114,7 @@ def attention(
     window: tuple[int, int] = UNLIMITED,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> AttentionResult:
     """Scaled dot-product attention by the best backend that can take the call.
 
@@ -146,6 +148,8 @@ def attention(
         softcap: Scaled scores s become ``softcap * tanh(s / softcap)`` before the mask; 0 = none.
         sinks: float32 ``[q_heads]``: a natural-log logit for each head that stands in the
             denominator of the softmax and in lse, but has no value.
+        rotary: Rotates q and k first, as ``rotary_embed``; packed calls on CUDA write K into the
+            cache in the same launch.
 
     Returns:
         ``out`` with q's shape (but v's head_dim) and dtype, or ``(out, lse)`` with lse float32
@@ -162,9 +166,14 @@ def attention(
         used["scale"] = scale
     if return_lse:
         used["return_lse"] = True
-    if tuple(window) != UNLIMITED or softcap != 0.0 or sinks is not None:
+    if window != UNLIMITED or softcap != 0.0 or sinks is not None:
         check_features(window, softcap, sinks, q)
-        used.update(window=tuple(window), softcap=softcap, sinks=sinks)
+        if tuple(window) != UNLIMITED:
+            used["window"] = tuple(window)
+        if softcap != 0.0:
+            used["softcap"] = softcap
+        if sinks is not None:
+            used["sinks"] = sinks
     if backend is not None:
         backend = _backend_of(backend, "attention")
     chosen = resolve(
@@ -180,6 +189,11 @@ def attention(
         explicit=backend,
         **used,
     ).record.obj
+    if rotary is not None:
+        if kv_cache is not None and chosen.fuses_rotary():
+            used["rotary"] = rotary
+        else:
+            q, k = rotary_embed(q, k, *rotary)
     return chosen.forward(q, k, v, kv_cache, layer_id, attn_mask, is_causal, fwd, **used)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,6 +23,8 @@ from astrai.extension.loader import is_available
 
 FAMILY = "attention"
 FORWARD_MODES = ("prefill", "decode", None)
+# Arguments of attention that reach a backend only when they are used.
+FEATURES = ("scale", "return_lse", "window", "softcap", "sinks")
 
 AttentionResult = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -68,10 +71,9 @@ def attention_axes(
     on a CPU); ``needs_grad`` (autograd must record the call); ``rank`` of q; ``cache`` (None,
     ``"contiguous"`` or ``"paged"``); ``fwd``; ``mask`` (None, ``"bool"``, ``"additive"``,
     ``"other"``); ``head_dim``; ``v_head_dim``; ``group`` (q heads per K/V head, 0 if that is no
-    whole number); ``window``, ``softcap`` and ``sinks`` (bool, whether the call uses them);
-    ``scale``;
-    ``kernel_loaded`` (the kernels that such a call needs); ``call``, the arguments
-    themselves, for predicates of third-party backends.
+    whole number); ``window``, ``softcap``, ``sinks`` and ``return_lse`` (bool, whether the call
+    uses them); ``scale``; ``kernel_loaded`` (the kernels that such a call needs); ``call``, the
+    arguments themselves, for predicates of third-party backends.
     """
     k = q if k is None else k
     v = k if v is None else v
@@ -123,9 +125,10 @@ def attention_axes(
         "mask": None if attn_mask is None else mask_kind(attn_mask),
         "head_dim": q_shape[-1] if rank else 0,
         "v_head_dim": v.shape[-1] if rank else 0,
-        "window": window != UNLIMITED,
+        "window": tuple(window) != UNLIMITED,
         "softcap": softcap > 0,
         "sinks": sinks is not None,
+        "return_lse": return_lse,
         "scale": scale,
         "group": group,
         "kernel_loaded": loaded,
@@ -140,8 +143,9 @@ class AttentionBackend(ABC):
     task take it, strictly, as with ``attn_backend(backend)``.
 
     A subclass of your own implements ``forward`` and may override ``available`` and
-    ``supports_call``, with the signatures given here. The keyword-only arguments reach it only when
-    a caller uses them.
+    ``supports_call``, with the signatures given here. The keyword-only arguments reach ``forward``
+    only when a caller uses them: without one of them in its signature, it does not get the calls
+    that do.
 
     Attributes:
         name: Set by ``AttentionBackendFactory.register``.
@@ -185,6 +189,11 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_graph(cls) -> bool:
         """Whether packed decode calls may be captured in a CUDA graph and replayed."""
+        return False
+
+    @classmethod
+    def fuses_rotary(cls) -> bool:
+        """Whether ``forward`` takes ``rotary`` in packed calls; if not, ``attention`` rotates."""
         return False
 
     @abstractmethod
@@ -301,6 +310,14 @@ class AttentionBackendFactory:
         return [record_of(cls.create(name)) for name in cls._classes]
 
 
+def _untaken_features(component: type[AttentionBackend]) -> list[str]:
+    """Keyword-only arguments of ``attention`` that ``forward`` has no place for."""
+    parameters = inspect.signature(component.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return []
+    return [name for name in FEATURES if name not in parameters]
+
+
 def record_of(backend: AttentionBackend) -> ImplRecord:
     """The dispatch record of a backend instance."""
     component = type(backend)
@@ -312,6 +329,16 @@ def record_of(backend: AttentionBackend) -> ImplRecord:
             return backend.supports_call(q, kv_cache, attn_mask, is_causal, fwd)
 
         spec = Spec.of(takes, f"{component.__name__}.supports_call")
+    untaken = _untaken_features(component)
+    if untaken:
+
+        def why_not(axes: Any) -> str | None:
+            used = [name for name in untaken if axes[name] is not None and axes[name] is not False]
+            if not used:
+                return None
+            return f"{component.__name__}.forward takes no {' and no '.join(used)}"
+
+        spec = spec & Spec.unless(why_not, "no argument that forward does not take")
     return ImplRecord(
         family=FAMILY,
         name=component.name or component.__name__,

@@ -14,7 +14,8 @@ from astrai.extension.backend.attention_base import (
     kernel_loaded,
 )
 from astrai.extension.backend.kv import PackedKVCache
-from astrai.extension.backend.masks import UNLIMITED
+from astrai.extension.backend.masks import UNLIMITED, check_packed_mask
+from astrai.extension.backend.rotary import Rotary
 from astrai.extension.dispatch import Spec, axis
 from astrai.extension.errors import ShapeError
 from astrai.extension.loader import why_unavailable
@@ -60,7 +61,8 @@ class CudaBackend(AttentionBackend):
 
     A packed decode call is one launch, which also writes the new keys and values; lengths and
     tables are read on the device, so that it can be captured in a CUDA graph. A packed prefill call
-    writes them by a launch of its own.
+    writes them by a launch of its own, and so does a decode call with ``rotary``, which that launch
+    applies.
     """
 
     priority = 10
@@ -115,6 +117,7 @@ class CudaBackend(AttentionBackend):
         window: tuple[int, int] = UNLIMITED,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        rotary: Rotary | None = None,
     ) -> AttentionResult:
         """See ``attention``."""
         self._check_fwd(fwd)
@@ -143,7 +146,7 @@ class CudaBackend(AttentionBackend):
             "block_table": kv.block_table(kv_cache),
             "req_to_token": None,
             "req_pool_indices": None,
-            "mask": _packed_mask(attn_mask, requests),
+            "mask": _packed_mask(attn_mask, kv_cache, q.shape[1], fwd),
             "is_causal": is_causal,
             "workspace": getattr(kv_cache, "workspace", None),
             "scale": scale,
@@ -162,20 +165,24 @@ class CudaBackend(AttentionBackend):
                     f"attention: decode must have one query token for each of the {requests} "
                     f"requests, got {q.shape[0]}"
                 )
-            return attn_paged_decode(q, new_k=k, new_v=v, **cache)
-        rope_append_kv(
-            None,
+            if rotary is None:
+                return attn_paged_decode(q, new_k=k, new_v=v, **cache)
+        table, positions, interleaved = rotary or (None, None, True)
+        q = rope_append_kv(
+            q,
             k,
             v,
-            None,
-            None,
+            table,
+            positions,
             cache["k_cache"],
             cache["v_cache"],
             kv_cache.out_cache_loc,
-            interleaved=True,
+            interleaved=interleaved,
             k_scale=cache["k_scale"],
             v_scale=cache["v_scale"],
         )
+        if fwd == "decode":
+            return attn_paged_decode(q, **cache)
         q_lens = getattr(kv_cache, "q_lens", None)
         return attn_paged_prefill(
             q,
@@ -191,6 +198,11 @@ class CudaBackend(AttentionBackend):
         """Packed decode reads lengths and tables on the device."""
         return True
 
+    @classmethod
+    def fuses_rotary(cls) -> bool:
+        """The kernel that appends keys to a cache rotates them, and q with them."""
+        return kernel_loaded("rotary_emb")
+
 
 def _kv_indptr(cache: PackedKVCache) -> torch.Tensor:
     """Prefix sums of the numbers of keys: the cache's own, or made on the device."""
@@ -202,14 +214,15 @@ def _kv_indptr(cache: PackedKVCache) -> torch.Tensor:
     return sums
 
 
-def _packed_mask(mask: torch.Tensor | None, requests: int) -> torch.Tensor | None:
+def _packed_mask(
+    mask: torch.Tensor | None, cache: PackedKVCache, heads: int, fwd: str | None
+) -> torch.Tensor | None:
     """A packed call's mask with its batch dimension written out, and 4-D if it has rows."""
     if mask is None:
         return None
-    if mask.dim() not in (2, 3, 4):
-        raise ShapeError(
-            f"attention: mask must be 2D, 3D or 4D in packed calls, got shape {tuple(mask.shape)}"
-        )
+    requests = cache.seq_lens.numel()
+    q_lens = [1] if fwd == "decode" else getattr(cache, "q_lens", None)
+    check_packed_mask(mask, requests, heads, q_lens, getattr(cache, "lens", None))
     if mask.shape[0] == 1:
         mask = mask.expand(requests, *mask.shape[1:])
     return _dense_rows(mask.unsqueeze(1) if mask.dim() == 3 else mask)

@@ -1,6 +1,9 @@
-"""Attention in torch: SDPA where it can do the call, else the written-out reference."""
+"""Attention in torch: SDPA where it can do the call, else the definition of ``ops.reference``."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,72 +15,68 @@ from astrai.extension.backend.attention_base import (
     AttentionResult,
 )
 from astrai.extension.backend.kv import PackedKVCache
-from astrai.extension.backend.masks import UNLIMITED, combine, expand_mask, packed_masks
-from astrai.extension.backend.reference import attention_reference, check_dense
+from astrai.extension.backend.masks import UNLIMITED, check_packed_mask, expand_mask
+from astrai.extension.backend.reference import check_dense, check_heads
 from astrai.extension.dispatch import Spec
+from astrai.extension.ops import reference
+from astrai.extension.ops.reference import Features, Lengths
 
 
-def dense_attention(
+def padded_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    return_lse: bool = False,
+    mask: torch.Tensor | None,
+    features: Features,
+    lengths: Lengths | None = None,
     *,
-    window: tuple[int, int] = UNLIMITED,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> AttentionResult:
-    """Same contract as ``attention_reference``, by SDPA where it can do the call.
+    return_lse: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Same contract as ``ops.reference.attention``, but lse is returned only if it is wanted."""
+    defined = return_lse or features.softcap > 0 or features.sinks is not None
+    if defined or k.dtype is not q.dtype or q.shape[3] != v.shape[3]:
+        return reference.attention(q, k, v, mask, features, lengths)
+    if q.numel() == 0 or k.shape[1] == 0:
+        return reference.attention(q, k, v, mask, features, lengths)
+    return (_by_sdpa(q, k, v, mask, features, lengths),)
 
-    SDPA differs in three ways that are evened out here: its causal flag is top-left aligned, it
-    does not define rows without keys, and it returns no lse.
+
+def _by_sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    features: Features,
+    lengths: Lengths | None,
+) -> torch.Tensor:
+    """Attention by SDPA, evening out where it differs.
+
+    Its causal flag is top-left aligned, it does not define rows without keys, and what no query
+    sees must be finite.
     """
-    check_dense(q, k, v)
-    q_len, kv_len = q.shape[1], k.shape[1]
-    written_out = return_lse or softcap > 0 or sinks is not None or q.shape[3] != v.shape[3]
-    if written_out or tuple(window) != UNLIMITED or q.numel() == 0 or kv_len == 0:
-        return attention_reference(
-            q,
-            k,
-            v,
-            mask,
-            is_causal,
-            scale,
-            return_lse,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-    if mask is not None:
-        mask = expand_mask(mask, q.shape[0], q.shape[2], q_len, kv_len)
-    elif is_causal:
+    q_len, kv_len, scale = q.shape[1], k.shape[1], features.scale
+    if mask is None and lengths is None and features.window == UNLIMITED:
+        if not features.is_causal or q_len == 1:
+            return _sdpa(q, k, v, None, False, scale)
         if q_len == kv_len:
             return _sdpa(q, k, v, None, True, scale)
         if q_len > kv_len:
             # Aligned at the bottom right, the first rows see no key and the rest is a square.
             tail = _sdpa(q[:, q_len - kv_len :], k, v, None, True, scale)
             return F.pad(tail, (0, 0, 0, 0, q_len - kv_len, 0))
-        if q_len == 1:
-            is_causal = False
-    if mask is None and not is_causal:
-        return _sdpa(q, k, v, None, False, scale)
+    if q_len == 1 and lengths is None:
+        features = replace(features, is_causal=False)  # the one query sees every key
 
-    keep, bias = combine(mask, is_causal, q_len, kv_len, q.device)
-    seen = None
-    if mask is not None:
-        # A row without keys is computed over all keys and then set to 0: its gradient stays finite.
-        seen = keep.any(-1, keepdim=True)
-        keep = keep | ~seen
-    if bias is None:
-        out = _sdpa(q, k, v, keep, False, scale)
-    else:
+    keep, bias = reference.permitted(mask, q_len, kv_len, features, q.device, lengths)
+    if mask is None and lengths is None and features.window == UNLIMITED:
+        return _sdpa(q, k, v, keep, False, scale)  # causal, fewer queries than keys
+    k, v = reference.cleared(k, keep), reference.cleared(v, keep)
+    # A row without keys is computed over all keys and then set to 0: its gradient stays finite.
+    seen = keep.any(-1, keepdim=True)
+    keep = keep | ~seen
+    if bias is not None:
         bias = bias.to(q.dtype).masked_fill(~keep, float("-inf"))
-        out = _sdpa(q, k, v, bias, False, scale)
-    if seen is None:
-        return out
+    out = _sdpa(q, k, v, keep if bias is None else bias, False, scale)
     return out.masked_fill(~seen.expand(-1, -1, q_len, 1).transpose(1, 2), 0.0)
 
 
@@ -97,8 +96,6 @@ def _sdpa(
         repeats = q.shape[2] // k.shape[2]
         k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
         grouped = False
-    if mask is not None and mask.dim() == 2:
-        mask = mask[None, None]
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -113,7 +110,11 @@ def _sdpa(
 
 @AttentionBackendFactory.register("torch_native")
 class TorchNativeBackend(AttentionBackend):
-    """Takes every call: any device, floating dtype, head size and mask, and autograd."""
+    """Takes every call: any device, floating dtype, head size and mask; autograd in dense calls.
+
+    Packed calls are computed in runs of requests, padded to one length each. With the lengths on
+    the host (see ``PackedKVCache``) nothing waits for the device.
+    """
 
     spec = Spec.always()
 
@@ -136,39 +137,30 @@ class TorchNativeBackend(AttentionBackend):
     ) -> AttentionResult:
         """See ``attention``."""
         self._check_fwd(fwd)
-        features = {"window": window, "softcap": softcap, "sinks": sinks}
+        features = Features(is_causal, scale, tuple(window), softcap, sinks)
+        attend = partial(padded_attention, return_lse=return_lse)
         if kv_cache is None:
-            return dense_attention(q, k, v, attn_mask, is_causal, scale, return_lse, **features)
-        runs = kv.segments(kv_cache, q.shape[0], fwd)
-        masks = packed_masks(attn_mask, runs, q.shape[1])
+            check_dense(q, k, v)
+            if attn_mask is not None:
+                attn_mask = expand_mask(attn_mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+            result = attend(q, k, v, attn_mask, features)
+            return result if return_lse else result[0]
+        requests = kv.requests(kv_cache, q.shape[0], fwd)
+        if attn_mask is not None:
+            sizes = requests.q_sizes, requests.kv_sizes
+            check_packed_mask(attn_mask, len(requests.kv_sizes), q.shape[1], *sizes)
+        check_heads(q.shape[1], k.shape[1])
         kv.append(kv_cache, layer_id, k, v)
-        parts = []
-        for run, mask in zip(runs, masks, strict=True):
-            keys, values, present = kv.keys_and_values(kv_cache, layer_id, run, q.dtype)
-            if present is not None:
-                mask = _with_holes(mask, present)
-            query = q[run.q_start : run.q_end].unflatten(0, (run.count, run.q_len))
-            parts.append(
-                dense_attention(query, keys, values, mask, is_causal, scale, return_lse, **features)
-            )
-        if not parts:
-            empty = q.new_zeros(q.shape)
-            return (empty, q.new_zeros(q.shape[:-1], dtype=torch.float32)) if return_lse else empty
-        if return_lse:
-            out = torch.cat([part.flatten(0, 1) for part, _ in parts])
-            return out, torch.cat([lse.flatten(0, 1) for _, lse in parts])
-        return (
-            parts[0].flatten(0, 1)
-            if len(parts) == 1
-            else torch.cat([p.flatten(0, 1) for p in parts])
+        cache = kv.paged_cache(kv_cache, layer_id)
+        k_scale, v_scale = kv.steps(kv_cache)
+        result = reference.packed_attention(
+            q,
+            cache.k.shape[-2],
+            cache.v.shape[-1],
+            requests,
+            cache.padded(requests),
+            reference.expand_mask(attn_mask),
+            replace(features, k_scale=k_scale, v_scale=v_scale),
+            attend,
         )
-
-
-def _with_holes(mask: torch.Tensor | None, present: torch.Tensor) -> torch.Tensor:
-    """Bar the positions without a token, ``present [count, kv_len]``, in a 4-D mask or none."""
-    present = present[:, None, None]
-    if mask is None:
-        return present
-    if mask.dtype is torch.bool:
-        return mask & present
-    return mask.masked_fill(~present, float("-inf"))
+        return result if return_lse else result[0]

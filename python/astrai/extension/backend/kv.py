@@ -7,13 +7,12 @@ this package does not import the inference package.
 
 from __future__ import annotations
 
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from astrai.extension.errors import DtypeError, ShapeError
-from astrai.extension.ops.reference import Step, quantised
+from astrai.extension.ops.reference import PagedCache, Requests, Step, store
 
 
 class PackedKVCache(Protocol):
@@ -39,11 +38,12 @@ class PackedKVCache(Protocol):
         q_tile_to_batch, q_tile_to_index: work map of the paged prefill kernel.
         workspace: memory for the partial results of the kernels.
         contiguous: bool, row r owns the slots from ``r * max_seq`` on.
+        complete: bool, every position below a request's length has a token, so that the table has
+            no negative entries there; true of contiguous caches. The flash backend takes no other.
 
     Host copies that save a wait for the device; a captured graph is replayed with other lengths,
     so the CUDA backend does not look at them in decode:
         lens: list of int, ``seq_lens``.
-        rows: list of int, ``req_pool_indices``.
         q_lens: list of int, tokens of this call by request.
     """
 
@@ -56,46 +56,20 @@ class PackedKVCache(Protocol):
     qo_indptr: torch.Tensor
 
 
-class Segment(NamedTuple):
-    """A run of requests that one dense call can serve: equal lengths, consecutive rows."""
-
-    first: int  # index of the first request in the batch
-    count: int  # requests
-    row: int  # row of the first request in req_to_token; the others follow
-    q_start: int  # first packed query token
-    q_len: int  # query tokens of each request
-    kv_len: int  # keys of each request
-
-    @property
-    def q_end(self) -> int:
-        """One past the last packed query token."""
-        return self.q_start + self.count * self.q_len
-
-
 def is_contiguous(cache: PackedKVCache) -> bool:
     """Whether row r of the cache owns the slots from ``r * max_seq`` on."""
     return bool(getattr(cache, "contiguous", False))
 
 
-def _host(cache: PackedKVCache, name: str, tensor_name: str) -> list[int]:
-    values = getattr(cache, name, None)
-    return getattr(cache, tensor_name).tolist() if values is None else values
+def is_complete(cache: PackedKVCache) -> bool:
+    """Whether every position of every request is known to have a token."""
+    return bool(getattr(cache, "complete", False)) or is_contiguous(cache)
 
 
-def _query_lengths(cache: PackedKVCache, requests: int, tokens: int, fwd: str | None) -> list[int]:
-    values = getattr(cache, "q_lens", None)
-    if values is not None:
-        return values
-    if fwd == "decode" and tokens == requests:
-        return [1] * requests
-    if requests == 1:
-        return [tokens]
-    offsets = cache.qo_indptr.tolist()
-    return [end - start for start, end in pairwise(offsets)]
+def requests(cache: PackedKVCache, tokens: int, fwd: str | None) -> Requests:
+    """How many queries and keys each request of a packed call has.
 
-
-def segments(cache: PackedKVCache, tokens: int, fwd: str | None) -> list[Segment]:
-    """Cut a packed call into runs that a dense attention call can serve.
+    Waits for the device where the cache has no host copies of the lengths.
 
     Args:
         cache: Cache of the call.
@@ -105,37 +79,41 @@ def segments(cache: PackedKVCache, tokens: int, fwd: str | None) -> list[Segment
     Raises:
         ShapeError: The cache describes another number of requests or tokens than the call has.
     """
-    lens = _host(cache, "lens", "seq_lens")
-    rows = _host(cache, "rows", "req_pool_indices")
-    q_lens = _query_lengths(cache, len(lens), tokens, fwd)
-    if len(rows) != len(lens) or len(q_lens) != len(lens):
-        raise ShapeError(
-            "attention: kv_cache must give one row, length and query length per request, "
-            f"got {len(rows)}, {len(lens)} and {len(q_lens)}"
-        )
-    if fwd == "decode" and any(n != 1 for n in q_lens):
-        raise ShapeError(f"attention: decode must have one query token per request, got {q_lens}")
-    if sum(q_lens) != tokens:
-        raise ShapeError(
-            f"attention: q must have the {sum(q_lens)} tokens that kv_cache describes, got {tokens}"
-        )
-    merge = is_contiguous(cache)
-    runs: list[Segment] = []
-    start = 0
-    for index, (row, q_len, kv_len) in enumerate(zip(rows, q_lens, lens, strict=True)):
-        last = runs[-1] if runs else None
-        if (
-            merge
-            and last is not None
-            and last.q_len == q_len
-            and last.kv_len == kv_len
-            and last.row + last.count == row
-        ):
-            runs[-1] = last._replace(count=last.count + 1)
+    kv_sizes = getattr(cache, "lens", None)
+    if kv_sizes is None:
+        kv_sizes = cache.seq_lens.tolist()
+    count = len(kv_sizes)
+    q_sizes = getattr(cache, "q_lens", None)
+    if q_sizes is None:
+        if fwd == "decode" and tokens == count:
+            q_sizes = [1] * count
         else:
-            runs.append(Segment(index, 1, row, start, q_len, kv_len))
-        start += q_len
-    return runs
+            q_sizes = cache.qo_indptr.diff().tolist()
+    if len(q_sizes) != count or cache.seq_lens.numel() != count:
+        raise ShapeError(
+            "attention: kv_cache must give one length and query length per request, "
+            f"got {cache.seq_lens.numel()}, {count} and {len(q_sizes)}"
+        )
+    if fwd == "decode" and any(n != 1 for n in q_sizes):
+        raise ShapeError(f"attention: decode must have one query token per request, got {q_sizes}")
+    if sum(q_sizes) != tokens:
+        raise ShapeError(
+            f"attention: q must have the {sum(q_sizes)} tokens that kv_cache describes, "
+            f"got {tokens}"
+        )
+    room = _room(cache)
+    if max(kv_sizes, default=0) > room:
+        raise ShapeError(
+            f"attention: kv_cache's table has room for {room} tokens of a request, "
+            f"got a length of {max(kv_sizes)}"
+        )
+    return Requests(cache.qo_indptr.long(), cache.seq_lens.long(), q_sizes, kv_sizes)
+
+
+def _room(cache: PackedKVCache) -> int:
+    """Tokens that a row of the table can stand for."""
+    table = block_table(cache)
+    return cache.req_to_token.shape[1] if table is None else table.shape[1] * cache.page_size
 
 
 def check_new_tokens(cache: PackedKVCache, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -168,66 +146,31 @@ def block_table(cache: PackedKVCache) -> torch.Tensor | None:
     return getattr(cache, "block_table", None)
 
 
+def paged_cache(cache: PackedKVCache, layer_id: int) -> PagedCache:
+    """One layer of a cache as the torch operators take it."""
+    table = block_table(cache)
+    return PagedCache(
+        cache.k_buffer[layer_id],
+        cache.v_buffer[layer_id],
+        cache.req_to_token if table is None else table,
+        cache.req_pool_indices if table is None else None,
+        is_complete(cache),
+    )
+
+
 def append(cache: PackedKVCache, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the K and V of this call's tokens into their slots.
+    """Write the K and V of this call's tokens into their slots; negative slots are passed over.
 
     Raises:
         ShapeError, DtypeError: See ``check_new_tokens``.
     """
     check_new_tokens(cache, k, v)
-    for held, new, step in zip(_slots(cache, layer_id), (k, v), steps(cache), strict=True):
-        stored = quantised(new.detach(), held.dtype, step)
-        if held.dtype is torch.float8_e4m3fn:  # index_put takes no float8
-            held, stored = held.view(torch.uint8), stored.view(torch.uint8)
-        held[cache.out_cache_loc] = stored
+    held = cache.k_buffer[layer_id], cache.v_buffer[layer_id]
+    for buffer, new, step in zip(held, (k, v), steps(cache), strict=True):
+        store(buffer, cache.out_cache_loc.long(), new.detach(), step)
 
 
-def _slots(cache: PackedKVCache, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a layer as ``[slots, Hk, D]`` views."""
-    k, v = cache.k_buffer[layer_id], cache.v_buffer[layer_id]
-    return (k, v) if k.dim() == 3 else (k.flatten(0, 1), v.flatten(0, 1))
-
-
-def keys_and_values(
-    cache: PackedKVCache, layer_id: int, run: Segment, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """K and V of a segment, each ``[count, kv_len, Hk, D]``, and which of them exist.
-
-    Views in a contiguous cache of ``dtype``. Otherwise gathered; then the third value is bool
-    ``[count, kv_len]``, False where the table has a negative entry: such a position has no token
-    and must be masked out. Float8 caches are dequantised to ``dtype``.
-    """
-    held = _slots(cache, layer_id)
-    if is_contiguous(cache):
-        max_seq = cache.req_to_token.shape[1]
-        low, high = run.row * max_seq, (run.row + run.count) * max_seq
-        views = [x[low:high].unflatten(0, (run.count, max_seq))[:, : run.kv_len] for x in held]
-        return *(_restored(*pair, dtype) for pair in zip(views, steps(cache), strict=True)), None
-    slots = _slots_of(cache, run)
-    present = slots >= 0
-    # A hole would otherwise read whatever slot 0 holds, and 0 * NaN is NaN.
-    hole = ~present[..., None, None]
-    rows = slots.clamp(min=0)
-    k, v = (
-        _restored(x[rows], step, dtype).masked_fill(hole, 0)
-        for x, step in zip(held, steps(cache), strict=True)
-    )
-    return k, v, present
-
-
-def _slots_of(cache: PackedKVCache, run: Segment) -> torch.Tensor:
-    """Slots of a segment's tokens, int64 ``[count, kv_len]``; negative = no token."""
-    table = block_table(cache)
-    if table is None:
-        return cache.req_to_token[run.row : run.row + run.count, : run.kv_len].long()
-    size = cache.page_size
-    pages = table[run.first : run.first + run.count, : -(-run.kv_len // size)].long()
-    slots = pages[..., None] * size + torch.arange(size, device=pages.device)
-    slots = slots.masked_fill(pages[..., None] < 0, -1)
-    return slots.flatten(1)[:, : run.kv_len]
-
-
-def _restored(x: torch.Tensor, step: Step, dtype: torch.dtype) -> torch.Tensor:
+def restored(x: torch.Tensor, step: Step, dtype: torch.dtype) -> torch.Tensor:
     """Float8 values times their step; others as they are."""
     if x.dtype is not torch.float8_e4m3fn:
         return x

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-from astrai.extension.backend.kv import Segment
 from astrai.extension.errors import DtypeError, ShapeError
 
 UNLIMITED = (-1, -1)
@@ -28,16 +27,23 @@ def mask_kind(mask: torch.Tensor | None) -> str | None:
 
 
 def expand_mask(
-    mask: torch.Tensor, batch: int, heads: int, q_len: int, kv_len: int, where: str = "attention"
+    mask: torch.Tensor,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    where: str = "attention",
+    name: str = "attn_mask",
 ) -> torch.Tensor:
     """View a mask as 4-D ``[batch | 1, heads | 1, q_len | 1, kv_len]``.
+
+    ``where`` and ``name`` are the function and its argument, for messages.
 
     Raises:
         ShapeError: Rank, or a size that neither fits the call nor broadcasts.
         DtypeError: Neither bool nor floating.
     """
-    if mask_kind(mask) == "other":
-        raise DtypeError(f"{where}: mask must be bool (True = keep) or floating, got {mask.dtype}")
+    _check_dtype(mask, where, name)
     shape = tuple(mask.shape)
     if mask.dim() == 2:
         mask = mask[:, None, None, :]
@@ -45,108 +51,71 @@ def expand_mask(
         mask = mask[:, None, :, :]
     elif mask.dim() != 4:
         raise ShapeError(
-            f"{where}: mask must be 2D [batch, kv_len], 3D [batch, q_len | 1, kv_len] or 4D "
+            f"{where}: {name} must be 2D [batch, kv_len], 3D [batch, q_len | 1, kv_len] or 4D "
             f"[batch, heads | 1, q_len | 1, kv_len], got shape {shape}"
         )
     wanted = (("batch", batch), ("heads", heads), ("q_len", q_len))
-    for size, (name, expected) in zip(mask.shape, wanted, strict=False):
+    for size, (dim, expected) in zip(mask.shape, wanted, strict=False):
         if size != expected and size != 1:
-            raise ShapeError(f"{where}: mask {name} must be {expected} or 1, got shape {shape}")
+            raise ShapeError(f"{where}: {name} {dim} must be {expected} or 1, got shape {shape}")
     if mask.shape[-1] != kv_len:
-        raise ShapeError(f"{where}: mask last dim must be kv_len {kv_len}, got shape {shape}")
+        raise ShapeError(f"{where}: {name} last dim must be kv_len {kv_len}, got shape {shape}")
     return mask
 
 
-def packed_masks(
-    mask: torch.Tensor | None, runs: Sequence[Segment], heads: int
-) -> list[torch.Tensor | None]:
-    """The parts of a packed call's mask that belong to each of its runs, as ``expand_mask`` views.
+def check_packed_mask(
+    mask: torch.Tensor,
+    requests: int,
+    heads: int,
+    q_lens: Sequence[int] | None,
+    kv_lens: Sequence[int] | None,
+) -> None:
+    """Check the mask of a packed call.
 
     In packed calls the batch dimension counts requests, columns are request-local key positions and
-    rows request-local query positions; what lies past a request's own lengths is cut off.
-
-    Raises:
-        ShapeError: The mask has fewer columns than a request has keys, too few rows, or does not
-            fit the number of requests or heads.
-        DtypeError: Neither bool nor floating.
-    """
-    if mask is None:
-        return [None] * len(runs)
-    shape = tuple(mask.shape)
-    requests = sum(run.count for run in runs)
-    if mask.dim() not in (2, 3, 4):
-        raise ShapeError(f"attention: mask must be 2D, 3D or 4D in packed calls, got shape {shape}")
-    if shape[0] not in (1, requests):
-        raise ShapeError(f"attention: mask batch must be {requests} or 1, got shape {shape}")
-    parts = []
-    for run in runs:
-        if shape[-1] < run.kv_len:
-            raise ShapeError(
-                f"attention: mask last dim must be at least kv_len {run.kv_len}, got shape {shape}"
-            )
-        part = mask[..., : run.kv_len]
-        if shape[0] != 1:
-            part = part[run.first : run.first + run.count]
-        if mask.dim() > 2 and shape[-2] != 1:
-            if shape[-2] < run.q_len:
-                raise ShapeError(
-                    f"attention: mask rows must be 1 or at least q_len {run.q_len}, "
-                    f"got shape {shape}"
-                )
-            part = part[..., : run.q_len, :]
-        parts.append(expand_mask(part, run.count, heads, run.q_len, run.kv_len))
-    return parts
-
-
-def diagonal_keep(
-    q_len: int, kv_len: int, is_causal: bool, window: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """Bool ``[q_len, kv_len]``, True for the keys inside the causal diagonal and the window."""
-    left, right = window
-    if is_causal:
-        right = 0
-    keep = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
-    # A side wider than every sequence is the same as no bound; torch takes no larger diagonal.
-    if 0 <= right < kv_len + q_len:
-        keep = keep.tril(kv_len - q_len + right)
-    if 0 <= left < kv_len + q_len:
-        keep = keep.triu(kv_len - q_len - left)
-    return keep
-
-
-def combine(
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    q_len: int,
-    kv_len: int,
-    device: torch.device,
-    window: tuple[int, int] = UNLIMITED,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Split a 4-D mask and the causal flag into (keep, bias).
+    rows request-local query positions; what lies past a request's own lengths is not looked at.
 
     Args:
-        mask: As ``expand_mask`` returns it, or None.
-        is_causal: Combine with the causal mask; both must allow a key.
-        q_len: Queries.
-        kv_len: Keys.
-        device: Where the causal mask goes.
-        window: Keys left and right of the bottom-right diagonal that are seen, -1 = all.
+        mask: As the module says.
+        requests: Requests of the call.
+        heads: Query heads.
+        q_lens: Queries of each request; None where only the device knows: rows are not checked
+            then, and queries without a row see nothing.
+        kv_lens: Keys of each request; None likewise for columns.
 
-    Returns:
-        ``keep``: bool, broadcastable to ``[batch, heads, q_len, kv_len]``; None = every key.
-        ``bias``: floating and finite, to add to the scaled scores where ``keep`` holds; None =
-        nothing to add. A bias of -inf becomes a False in ``keep``, so that a row of nothing but
-        -inf counts as a row without keys.
+    Raises:
+        ShapeError: Rank; fewer columns than a request has keys, or fewer rows (more than one) than
+            it has queries; a batch or number of heads that neither fits nor broadcasts.
+        DtypeError: Neither bool nor floating.
     """
-    keep = bias = None
-    if mask is not None:
-        if mask.dtype is torch.bool:
-            keep = mask
-        else:
-            barred = mask == float("-inf")
-            keep = ~barred
-            bias = mask.masked_fill(barred, 0.0)
-    if is_causal or window != UNLIMITED:
-        inside = diagonal_keep(q_len, kv_len, is_causal, window, device)
-        keep = inside if keep is None else keep & inside
-    return keep, bias
+    _check_dtype(mask, "attention", "attn_mask")
+    shape = tuple(mask.shape)
+    if mask.dim() not in (2, 3, 4):
+        raise ShapeError(
+            f"attention: attn_mask must be 2D, 3D or 4D in packed calls, got shape {shape}"
+        )
+    wanted = [("batch", 0, requests)]
+    if mask.dim() == 4:
+        wanted.append(("heads", 1, heads))
+    for dim, index, expected in wanted:
+        if shape[index] not in (1, expected):
+            raise ShapeError(
+                f"attention: attn_mask {dim} must be {expected} or 1, got shape {shape}"
+            )
+    longest = max(kv_lens or (), default=0)
+    if shape[-1] < longest:
+        raise ShapeError(
+            f"attention: attn_mask last dim must be at least kv_len {longest}, got shape {shape}"
+        )
+    longest = max(q_lens or (), default=0)
+    if mask.dim() > 2 and shape[-2] != 1 and shape[-2] < longest:
+        raise ShapeError(
+            f"attention: attn_mask rows must be 1 or at least q_len {longest}, got shape {shape}"
+        )
+
+
+def _check_dtype(mask: torch.Tensor, where: str, name: str) -> None:
+    if mask_kind(mask) == "other":
+        raise DtypeError(
+            f"{where}: {name} must be bool (True = keep) or floating, got {mask.dtype}"
+        )

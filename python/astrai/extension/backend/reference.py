@@ -1,4 +1,4 @@
-"""Attention written out in torch: the definition that backends and kernels are held to."""
+"""``attention_reference``: the definition of attention (``ops.reference``) behind checks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 
 import torch
 
-from astrai.extension.backend.masks import UNLIMITED, combine, expand_mask
+from astrai.extension.backend.masks import UNLIMITED, expand_mask
 from astrai.extension.errors import DtypeError, ShapeError
+from astrai.extension.ops import reference
+from astrai.extension.ops.reference import Features
 
 
 def check_dense(
@@ -108,10 +110,10 @@ def attention_reference(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """softmax(softcap(scale * q k^T) + mask) v, with every score held in memory.
+    """softmax(softcap(scale * q k^T) + mask) v, written out in torch.
 
     Any device and floating dtype; float64 inputs are computed in float64, all others in float32.
-    Differentiable, also in rows that see no key.
+    Differentiable, also in rows that see no key. Keys that no query sees may hold anything.
 
     Args:
         q: ``[B, Lq, Hq, D]``.
@@ -130,33 +132,11 @@ def attention_reference(
         (float64 for float64 inputs). A row that sees no key has out 0 and lse -inf, or
         with a sink lse = sink.
     """
-    check_dense(q, k, v, "attention_reference")
-    check_features(window, softcap, sinks, q, "attention_reference")
-    batch, q_len, q_heads, head_dim = q.shape
-    kv_len, kv_heads = k.shape[1], k.shape[2]
-    group = q_heads // kv_heads
-    if scale is None:
-        scale = 1.0 / math.sqrt(head_dim)
+    where = "attention_reference"
+    check_dense(q, k, v, where)
+    check_features(window, softcap, sinks, q, where)
     if mask is not None:
-        mask = expand_mask(mask, batch, q_heads, q_len, kv_len, "attention_reference")
-    keep, bias = combine(mask, is_causal, q_len, kv_len, q.device, tuple(window))
-
-    compute = torch.float64 if q.dtype is torch.float64 else torch.float32
-    grouped = q.to(compute).unflatten(2, (kv_heads, group))
-    scores = torch.einsum("bqhgd,bkhd->bhgqk", grouped, k.to(compute)).flatten(1, 2) * scale
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias.to(compute)
-    if keep is not None:
-        scores = scores.masked_fill(~keep, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(compute)[:, None].expand_as(lse))
-    # In a row without keys every score and lse are -inf; their difference would be NaN.
-    shift = lse.masked_fill(lse == float("-inf"), 0.0)
-    weights = torch.exp(scores - shift.unsqueeze(-1)).unflatten(1, (kv_heads, group))
-    out = torch.einsum("bhgqk,bkhd->bqhgd", weights, v.to(compute)).flatten(2, 3).to(q.dtype)
-    if not return_lse:
-        return out
-    return out, lse.transpose(1, 2).contiguous()
+        mask = expand_mask(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], where, "mask")
+    features = Features(is_causal, scale, tuple(window), softcap, sinks)
+    out, lse = reference.attention(q, k, v, mask, features)
+    return (out, lse) if return_lse else out

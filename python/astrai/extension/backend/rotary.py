@@ -7,7 +7,7 @@ x2 cos``, in float32 (float64 for float64 inputs).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,20 @@ from astrai.extension.ops import rotary as rotary_ops
 
 FAMILY = "rotary"
 MIN_CAPABILITY = 80
+
+
+class Rotary(NamedTuple):
+    """A rotation of q and k: the arguments of ``rotary_embed`` that are no q and k.
+
+    Attributes:
+        cos_sin_cache: As there.
+        positions: As there.
+        interleaved: As there.
+    """
+
+    cos_sin_cache: torch.Tensor
+    positions: torch.Tensor
+    interleaved: bool = False
 
 
 def rotary_axes(

@@ -16,11 +16,15 @@ Axes = Mapping[str, Any]
 
 
 class Term(NamedTuple):
-    """One condition. ``axis`` is the axis it reads, or None if it reads several."""
+    """One condition. ``axis`` is the axis it reads, or None if it reads several.
+
+    ``why_not``, if given, says in a sentence why axes do not meet it.
+    """
 
     holds: Callable[[Axes], Any]
     description: str
     axis: str | None = None
+    why_not: Callable[[Axes], str | None] | None = None
 
 
 class Spec:
@@ -55,6 +59,17 @@ class Spec:
             raise TypeError(f"Spec.of: predicate must be callable, got {type(predicate).__name__}")
         return cls((Term(predicate, description),))
 
+    @classmethod
+    def unless(cls, why_not: Callable[[Axes], str | None], description: str) -> Spec:
+        """A spec that accepts what a function has nothing to say against.
+
+        Args:
+            why_not: Takes the mapping of axes; returns None if the call is accepted, else why it is
+                not, as ``explain`` prints it.
+            description: What is required, in words.
+        """
+        return cls((Term(lambda axes: why_not(axes) is None, description, None, why_not),))
+
     @property
     def description(self) -> str:
         """What the spec requires, in words."""
@@ -69,10 +84,14 @@ class Spec:
         return True
 
     def failures(self, axes: Axes) -> list[str]:
-        """The terms that reject these axes, each with the value that came; empty on a match."""
+        """Why these axes are rejected, term by term, with the value that came; empty on a match."""
         out = []
         for term in self._terms:
-            if not term.holds(axes):
+            if term.holds(axes):
+                continue
+            if term.why_not is not None:
+                out.append(str(term.why_not(axes)))
+            else:
                 got = "" if term.axis is None else f", got {show(axes.get(term.axis))}"
                 out.append(f"needs {term.description}{got}")
         return out

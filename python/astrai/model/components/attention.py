@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from astrai.extension import apply_rotary_emb, attention
-from astrai.model.components.linear import Linear
+from astrai.extension import Rotary, attention
+from astrai.model.components.linear import Linear, StackedLinear
 from astrai.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class GQA(nn.Module):
-    """Causal self-attention with fewer K/V heads than query heads.
+    """Causal self-attention with fewer K/V heads than query heads, added to a residual.
 
-    Rotary pairs are neighbours, (2i, 2i + 1): the rows of ``q_proj`` and ``k_proj`` are stored in
+    Rotary pairs are neighbours, (2i, 2i + 1): the rows of the q and k projections are stored in
     that order. GGUF files hold them so; the safetensors loader reorders the rows, which are stored
     for pairs (i, i + head_dim / 2) there.
     """
@@ -32,15 +32,18 @@ class GQA(nn.Module):
             config.head_dim,
         )
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = Linear(config.hidden_size, q_width, config.attention_bias)
-        self.k_proj = Linear(config.hidden_size, kv_width, config.attention_bias)
-        self.v_proj = Linear(config.hidden_size, kv_width, config.attention_bias)
+        self.qkv_proj = StackedLinear(
+            config.hidden_size,
+            {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width},
+            config.attention_bias,
+        )
         self.o_proj = Linear(q_width, config.hidden_size, config.attention_bias)
 
     def forward(
         self,
         x: torch.Tensor,
-        freqs_cis: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: Rotary,
         kv_cache: KVCache | None = None,
         fwd: str | None = None,
     ) -> torch.Tensor:
@@ -48,19 +51,24 @@ class GQA(nn.Module):
 
         Args:
             x: ``[tokens, hidden]`` packed with a cache, ``[batch, seq, hidden]`` without.
-            freqs_cis: fp32 ``[*x.shape[:-1], head_dim / 2, 2]``: (cos, sin) of each token's
-                position.
+            residual: x's shape; see ``Linear.add``.
+            rotary: Angles, and the position of each token.
             kv_cache: Where K and V are appended, or None.
             fwd: "prefill" or "decode" with a cache, None without.
 
         Returns:
-            x's shape.
+            The sum of ``residual`` and what attention gives.
         """
-        lead = x.shape[:-1]
-        q = apply_rotary_emb(self.q_proj(x).view(*lead, self.num_heads, self.head_dim), freqs_cis)
-        k = apply_rotary_emb(
-            self.k_proj(x).view(*lead, self.num_kv_heads, self.head_dim), freqs_cis
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
+        out = attention(
+            q,
+            k,
+            v,
+            kv_cache=kv_cache,
+            layer_id=self.layer_id,
+            is_causal=True,
+            fwd=fwd,
+            rotary=rotary,
         )
-        v = self.v_proj(x).view(*lead, self.num_kv_heads, self.head_dim)
-        out = attention(q, k, v, kv_cache=kv_cache, layer_id=self.layer_id, is_causal=True, fwd=fwd)
-        return self.o_proj(out.reshape(*lead, self.num_heads * self.head_dim))
+        return self.o_proj.add(residual, out.flatten(-2))

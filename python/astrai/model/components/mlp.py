@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
-from astrai.model.components.linear import Linear
+from astrai.model.components.linear import Linear, StackedLinear
 
 
 class MLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``.
+    """``down(silu(gate(x)) * up(x))``, added to a residual.
 
     Args:
         dim: Width of x and of the result.
@@ -20,10 +20,24 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(dim, hidden_dim, bias)
-        self.up_proj = Linear(dim, hidden_dim, bias)
+        self.gate_up_proj = StackedLinear(dim, {"gate_proj": hidden_dim, "up_proj": hidden_dim}, bias)
         self.down_proj = Linear(hidden_dim, dim, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the block to x, ``[..., dim]``."""
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Applies the block.
+
+        Args:
+            x: ``[..., dim]``.
+            residual: x's shape; see ``Linear.add``.
+
+        Returns:
+            The sum of ``residual`` and the block's result.
+        """
+        return self.down_proj.add(residual, self.gated(x))
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate(x)) * up(x)``, ``[..., hidden_dim]``."""
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        if torch.is_grad_enabled():
+            return silu(gate) * up
+        return silu(gate, inplace=True).mul_(up)  # nobody else has the product's memory

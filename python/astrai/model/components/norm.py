@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -23,6 +24,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises x, ``[..., dim]``."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight.float()).to(x.dtype)
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)

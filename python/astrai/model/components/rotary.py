@@ -46,7 +46,7 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 class RotaryTable:
-    """(cos, sin) of every position, fp32 ``[max_position, head_dim / 2, 2]``, kept once per device.
+    """Angles of every position, kept once per device.
 
     It is no module buffer on purpose: ``model.to(torch.bfloat16)`` must leave it in fp32.
     """
@@ -56,13 +56,12 @@ class RotaryTable:
         self._frequencies = inverse_frequencies(config)
         self._tables: dict[torch.device, torch.Tensor] = {}
 
-    def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Rows for ``positions`` (integers, any shape ``[...]``): ``[..., head_dim / 2, 2]``."""
-        device = positions.device
+    def on(self, device: torch.device) -> torch.Tensor:
+        """fp32 ``[max_position, head_dim]``: the cosines of a position's pairs, then the sines."""
         table = self._tables.get(device)
         if table is None:
             steps = torch.arange(self._max_position, dtype=torch.float64, device="cpu")
             angles = torch.outer(steps, self._frequencies)
-            table = torch.stack((angles.cos(), angles.sin()), dim=-1).float().to(device)
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1).float().to(device)
             self._tables[device] = table
-        return table[positions]
+        return table
