@@ -107,11 +107,11 @@ struct AttentionParams {
   int64_t out_head_stride = 0;
   float* lse = nullptr;  // nullable; contiguous [batch, q_len, q_heads] or [total_q, q_heads]
 
-  float scale = 0.0f;      // any finite value; usually 1 / sqrt(head_dim)
-  bool causal = false;     // same as window_right = 0
-  int window_left = -1;    // keys left of the diagonal that are seen; negative = all
-  int window_right = -1;   // keys right of the diagonal that are seen; negative = all
-  float softcap = 0.0f;    // 0 = none
+  float scale = 0.0f;            // any finite value; usually 1 / sqrt(head_dim)
+  bool causal = false;           // same as window_right = 0
+  int window_left = -1;          // keys left of the diagonal that are seen; negative = all
+  int window_right = -1;         // keys right of the diagonal that are seen; negative = all
+  float softcap = 0.0f;          // 0 = none
   const float* sinks = nullptr;  // nullable; device [q_heads], natural-log logits
   MaskView mask;
   // Dequantisation steps of k and v: the number, times what the device pointer holds if not null.

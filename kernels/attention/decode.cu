@@ -1,7 +1,5 @@
 // Entry points of decode: check, plan, fill the kernel's arguments, launch.
 
-#include <algorithm>
-
 #include "kernels/attention/attention.h"
 #include "kernels/attention/decode_plan.h"
 #include "kernels/attention/decode_scalar.cuh"
@@ -12,16 +10,11 @@
 namespace astrai::attention {
 namespace {
 
-// Workers of each pair where lengths are known here and all pairs can be cut alike; else 0.
-int pieces_of_equal_pairs(const AttentionParams& p, const ScoreArgs& score,
-                          const DecodePlan& plan) {
-  if (p.qo_indptr != nullptr || p.kv_indptr != nullptr) return 0;
-  const KeyRange seen = keys_in_window(score, 0, p.q_len - 1, p.kv_len - p.q_len, p.kv_len);
-  const int64_t pair_units = std::max<int64_t>(1, ceil_div(seen.end - seen.first, plan.unit_keys));
-  const int64_t pairs = int64_t{p.batch} * p.kv_heads;
-  const int64_t workers = used_workers(
-      static_cast<uint32_t>(pair_units * pairs), static_cast<uint32_t>(plan.workers),
-      static_cast<uint32_t>(pairs), static_cast<uint32_t>(plan.least_units));
+// Workers of each pair if all pairs, of `pair_units` units, can be cut alike; else 0.
+int pieces_of_equal_pairs(const AttentionParams& p, const DecodePlan& plan, uint32_t pair_units) {
+  const uint32_t pairs = static_cast<uint32_t>(p.batch) * p.kv_heads;
+  const uint32_t workers =
+      used_workers(pair_units * pairs, static_cast<uint32_t>(plan.workers), pairs);
   return workers % pairs == 0 ? static_cast<int>(workers / pairs) : 0;
 }
 
@@ -47,12 +40,14 @@ DecodeArgs<KvSource> decode_args(const AttentionParams& p, const KvSource& sourc
   args.cluster_blocks = plan.cluster_blocks;
   args.workers = plan.workers;
   args.unit_keys = plan.unit_keys;
-  args.least_units = plan.least_units;
   args.deterministic = plan.fixed_splits > 0;
-  args.pieces_each = args.deterministic ? plan.fixed_splits
-                     : plan.workers > 0 ? pieces_of_equal_pairs(p, args.score, plan)
-                                        : 0;
+  args.pieces_each = plan.fixed_splits;
   args.equal_lengths = p.qo_indptr == nullptr && p.kv_indptr == nullptr;
+  if (args.equal_lengths) args.equal = decode_request(args.score, p.q_len, p.kv_len);
+  if (args.equal_lengths && plan.workers > 0) {
+    args.equal_units = args.equal.units(plan.unit_keys);
+    args.pieces_each = pieces_of_equal_pairs(p, plan, args.equal_units);
+  }
   if (plan.workspace_bytes > 0) {
     const int64_t slots =
         plan.fixed_splits > 0 ? plan.blocks : static_cast<int64_t>(plan.workers) * 2;

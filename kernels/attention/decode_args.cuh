@@ -13,31 +13,52 @@
 
 namespace astrai::attention {
 
+struct DecodeRequest {
+  int q_len;
+  int kv_len;
+  KeyRange seen;  // by any of its queries
+
+  __host__ __device__ int visible() const { return seen.end - seen.first; }
+  // Units that the request counts for each kv head.
+  __host__ __device__ uint32_t units(int unit_keys) const {
+    if (q_len == 0) return 0;
+    return visible() <= unit_keys ? 1 : (visible() - 1) / unit_keys + 1;
+  }
+};
+
+__host__ __device__ inline DecodeRequest decode_request(const ScoreArgs& score, int q_len,
+                                                        int kv_len) {
+  return {q_len, kv_len, keys_in_window(score, 0, q_len - 1, kv_len - q_len, kv_len)};
+}
+
+// In the order in which the kernel needs them: each line of parameters that it touches first costs
+// a miss of the constant cache.
 template <typename KvSource>
 struct DecodeArgs {
-  KvSource kv;
+  // How the work is cut: see DecodePlan. Not looked at by the scalar kernel.
+  int pieces_each;  // workers that a pair has room for, numbered; 0 = WorkSplit says who has what
+  bool deterministic;  // how many of them a pair uses follows from its keys; else all
+  bool equal_lengths;  // all requests are like `equal`
+  DecodeRequest equal;
+  uint32_t equal_units;
+  int batch;
+  int kv_heads;
+  int group;  // query heads per kv head
+  int cluster_blocks;
+  int workers;
+  int unit_keys;
+  int head_dim;
+  int v_head_dim;
   QueryRows queries;
-  ScoreArgs score;
   Operand q;
+  KvSource kv;
+  ScoreArgs score;
   void* out;
   int64_t out_batch_stride;
   int64_t out_seq_stride;
   int64_t out_head_stride;
   float* lse;  // nullable
   AppendArgs append;
-  int batch;
-  int kv_heads;
-  int group;  // query heads per kv head
-  int head_dim;
-  int v_head_dim;
-  // How the work is cut: see DecodePlan. Not looked at by the scalar kernel.
-  int cluster_blocks;
-  int workers;
-  int unit_keys;
-  int least_units;
-  int pieces_each;     // workers that a pair has room for, numbered; 0 = WorkSplit says who has what
-  bool deterministic;  // how many of them a pair uses follows from its keys; else all
-  bool equal_lengths;  // all requests have the same q_len and kv_len
   SplitWorkspace workspace;
 };
 

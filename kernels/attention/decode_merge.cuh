@@ -13,6 +13,7 @@
 #include "kernels/attention/work_split.cuh"
 #include "kernels/common/cluster.cuh"
 #include "kernels/common/mma.cuh"
+#include "kernels/common/ptx.cuh"
 #include "kernels/common/reduce.cuh"
 #include "kernels/common/smem.cuh"
 
@@ -54,8 +55,9 @@ struct DecodeMerge {
   static __device__ __forceinline__ void put_warp(uint8_t* smem, State& state,
                                                   const float (&o)[kVDim / 8][4],
                                                   const SoftmaxRows<1>& softmax, int rows) {
-    const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
+    const int thread = ptx::tid_x_here();
+    const int lane = thread % 32;
+    const int warp = thread / 32;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const MatrixCoord at = mma_c_coord(lane, 2 * half);
@@ -113,7 +115,7 @@ struct DecodeMerge {
   template <typename Store>
   static __device__ __forceinline__ void merge_warps(uint8_t* smem, const State& state, int rows,
                                                      float scale, Store store) {
-    for (int item = threadIdx.x; item < rows * kQuads; item += kThreads) {
+    for (int item = ptx::tid_x_here(); item < rows * kQuads; item += kThreads) {
       const int row = item / kQuads;
       const int column = item % kQuads * 4;
       merge_quad<kWarps>(
@@ -125,8 +127,7 @@ struct DecodeMerge {
     }
   }
 
-  // Merges the warps of all blocks of the cluster, of which each stores its share. Stores to global
-  // memory can be seen by the whole cluster afterwards.
+  // Merges the warps of all blocks of the cluster, of which each stores its share.
   template <typename Store>
   static __device__ __forceinline__ void merge_cluster(uint8_t* smem, State& state, int rows,
                                                        float scale, int rank, int blocks,
@@ -138,22 +139,36 @@ struct DecodeMerge {
       if (column == 0) own_state[row] = make_float2(max, sum);
     });
     cluster_sync();
+    const int thread = ptx::tid_x_here();
     const int share = (rows * kQuads + blocks - 1) / blocks;
     const int end = min((rank + 1) * share, rows * kQuads);
-    for (int item = rank * share + threadIdx.x; item < end; item += kThreads) {
+    // All threads go through the loop equally often, as all of them arrive at the barrier.
+    for (int first = rank * share, left = share; left > 0; first += kThreads, left -= kThreads) {
+      const int item = first + thread;
       const int row = item / kQuads;
       const int column = item % kQuads * 4;
-      const uint32_t out = shared_address(own + row * kStride + column);
-      const uint32_t max_sum = shared_address(own_state + row);
-      merge_quad<kMostClusterBlocks>(
-          blocks, scale, row, column,
-          [&](int block) {
-            const uint32_t address = cluster_address(max_sum, block);
-            return make_float2(cluster_load_float(address), cluster_load_float(address + 4));
-          },
-          [&](int block) { return cluster_load_float4(cluster_address(out, block)); }, store);
+      float max, sum;
+      float4 merged;
+      if (item < end) {
+        const uint32_t out = shared_address(own + row * kStride + column);
+        const uint32_t max_sum = shared_address(own_state + row);
+        merge_quad<kMostClusterBlocks>(
+            blocks, scale, row, column,
+            [&](int block) { return cluster_load_float2(cluster_address(max_sum, block)); },
+            [&](int block) { return cluster_load_float4(cluster_address(out, block)); },
+            [&](int, int, float m, float s, float4 o) {
+              max = m;
+              sum = s;
+              merged = o;
+            });
+      }
+      // Before the last stores, which the barrier would wait for: it only says that this block has
+      // read what it needs.
+      __syncwarp();
+      if (left <= kThreads) cluster_arrive();
+      if (item < end) store(row, column, max, sum, merged);
     }
-    cluster_sync();  // no block changes what another one reads
+    cluster_wait();
   }
 
   static __device__ __forceinline__ void put_partial(const SplitWorkspace& workspace, int slot,
@@ -183,26 +198,29 @@ struct DecodeMerge {
     // kBatch loads of outputs are in flight at a time, the first ones already while the weights are
     // made. A piece too many is read where the last one lies, with a weight of 0.
     constexpr int kBatch = 8;
-    const auto load = [&](float4(&parts)[kBatch], int first, int row, int column) {
+    const int items = rows * kQuads;
+    const int thread = ptx::tid_x_here();
+    int item = thread;
+    float4 parts[kBatch];
+    const auto load = [&](int first) {
+      const float* column = workspace.out + item % kQuads * 4;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         parts[i] = __ldcg(reinterpret_cast<const float4*>(
-            workspace.out + place(min(first + i, count - 1), row) * kVDim + column));
+            column + place(min(first + i, count - 1), item / kQuads) * kVDim));
       }
     };
-    int item = threadIdx.x;
-    float4 parts[kBatch];
-    if (item < rows * kQuads) load(parts, 0, item / kQuads, item % kQuads * 4);
+    if (item < items) load(0);
 
     // (max, sum) of every piece and row; then its weight takes the place of the maximum.
     float2* states = reinterpret_cast<float2*>(smem);  // [count][rows]
-    for (int i = threadIdx.x; i < count * rows; i += kThreads) {
+    for (int i = thread; i < count * rows; i += kThreads) {
       states[i] = __ldcg(
           reinterpret_cast<const float2*>(workspace.max_sum + place(i / rows, i % rows) * 2));
     }
     __syncthreads();
-    const int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
+    const int lane = thread % 32;
+    for (int row = thread / 32; row < rows; row += kWarps) {
       float max = neg_inf();
       for (int i = lane; i < count; i += 32) max = fmaxf(max, states[i * rows + row].x);
       max = lanes_max<32>(max);
@@ -217,12 +235,12 @@ struct DecodeMerge {
       if (lane == 0) state.max_sum[kWarps][row] = make_float2(max, sum);
     }
     __syncthreads();
-    for (; item < rows * kQuads; item += kThreads) {
+    for (bool loaded = true; item < items; item += kThreads) {
       const int row = item / kQuads;
-      const int column = item % kQuads * 4;
       float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
       for (int first = 0; first < count; first += kBatch) {
-        if (first > 0 || item >= kThreads) load(parts, first, row, column);
+        if (!loaded) load(first);
+        loaded = false;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const float weight = first + i < count ? states[(first + i) * rows + row].x : 0.0f;
@@ -230,7 +248,7 @@ struct DecodeMerge {
         }
       }
       const float2 total = state.max_sum[kWarps][row];
-      store(row, column, total.x, total.y, o);
+      store(row, item % kQuads * 4, total.x, total.y, o);
     }
   }
 };

@@ -7,9 +7,10 @@
 // stream: each takes every n-th slice of 16 keys, through two rings of its own (K slices and V
 // slices), with its own softmax state and output, so the loop has no block barrier.
 //
-//   smem of one warp:  K ring [slots][16][qk dim] | V ring [slots][16][v dim]
+//   smem of one warp:  K ring [slots][16][qk dim] | V ring [v slots][16][v dim]
 //
-// As soon as a slice has been used, the copy of the slice `slots` turns ahead goes into its place.
+// As soon as a slice has been used, the copy of the slice as many turns ahead as the ring has slots
+// goes into its place.
 // At the end of a piece the warps' results are merged through the same memory, then those of the
 // blocks of a cluster through distributed shared memory, then those of the pieces of a pair through
 // global memory (decode_merge.cuh).
@@ -90,16 +91,18 @@ struct DecodeBlock {
   static constexpr int kWarps = kTile.warps;
   static constexpr int kThreads = kTile.threads();
   static constexpr int kSlots = kTile.slots;
+  static constexpr int kVSlots = kTile.v_slots;
   static constexpr int kTurnKeys = kTile.keys();  // of all warps of the block
   static constexpr int kSliceKeys = DecodeTile::kSliceKeys;
   static constexpr int kKSliceBytes = kTile.k_slice_bytes();
   static constexpr int kVSliceBytes = kTile.v_slice_bytes();
+  static constexpr int kWarpBytes = kTile.warp_bytes();
   static constexpr int kSmemBytes = kTile.smem_bytes();
   static constexpr int kQkBlocks = kQkDim / 16;
   static constexpr int kVBlocks = kVDim / 16;
   // Blocks of 16 dims of Q that stay in registers; those of the largest head dims do not all fit
   // beside the output, and the rest is read from shared memory in each turn.
-  static constexpr int kHeldBlocks = kVBlocks <= 8 ? kQkBlocks : kVBlocks <= 12 ? 10 : 7;
+  static constexpr int kHeldBlocks = kVBlocks <= 8 ? kQkBlocks : kVBlocks <= 12 ? 10 : 6;
   static constexpr int kRestBlocks = kQkBlocks - kHeldBlocks;
   using KCopy = SliceCopy<E, kQkDim* int{sizeof(E)}>;
   using VCopy = SliceCopy<E, kVDim* int{sizeof(E)}>;
@@ -127,9 +130,16 @@ struct DecodeBlock {
           if (row < rows && db * 16 + column < args.head_dim) {
             a[db][reg] = *reinterpret_cast<const uint32_t*>(source + db * 16 + column);
           }
-          if (args.score.negate_q) a[db][reg] ^= 0x80008000u;
         }
       }
+    }
+  }
+
+  static __device__ __forceinline__ void negate(uint32_t (&a)[kQkBlocks][4]) {
+#pragma unroll
+    for (int db = 0; db < kQkBlocks; ++db) {
+#pragma unroll
+      for (int reg = 0; reg < 4; ++reg) a[db][reg] ^= 0x80008000u;
     }
   }
 
@@ -188,6 +198,7 @@ __global__ __launch_bounds__(
   using Merge = DecodeMerge<Block::kWarps, kVDim>;
   constexpr int kSliceKeys = Block::kSliceKeys;
   constexpr int kSlots = Block::kSlots;
+  constexpr int kVSlots = Block::kVSlots;
   constexpr bool kPaged = KvSource::kPaged;
   static_assert(
       Merge::kSmemBytes <= Block::kSmemBytes && Merge::kPartialsSmemBytes <= Block::kSmemBytes,
@@ -211,8 +222,7 @@ __global__ __launch_bounds__(
   const int warp = threadIdx.x / 32;
   const int cluster = args.cluster_blocks;
 
-  const uint32_t k_ring =
-      shared_address(smem) + warp * kSlots * (Block::kKSliceBytes + Block::kVSliceBytes);
+  const uint32_t k_ring = shared_address(smem) + warp * Block::kWarpBytes;
   const uint32_t v_ring = k_ring + kSlots * Block::kKSliceBytes;
   const typename Block::KFragments k_fragments(lane);
   const typename Block::VFragments v_fragments(lane);
@@ -237,6 +247,18 @@ __global__ __launch_bounds__(
     const auto kv_rows = args.kv.rows(piece.batch, piece.kv_head);
     const int begin = work.first_key();
     const int end = work.end_key();
+
+    uint32_t q[Block::kQkBlocks][4];
+    const auto load_q = [&] {
+      Block::load_q(q, args,
+                    static_cast<const T*>(args.q.data) +
+                        args.queries.offset(piece.batch, args.q.batch_stride, args.q.seq_stride) +
+                        piece.kv_head * args.group * args.q.head_stride,
+                    pair_rows());
+    };
+    // Before the copies, in whose queue the rows would wait, and looked at only after them; unless
+    // there are too many of them for the registers that the copies need.
+    if (Block::kRestBlocks == 0) load_q();
 
     if constexpr (kPaged) {
       if (args.append.k.data != nullptr) {
@@ -287,28 +309,32 @@ __global__ __launch_bounds__(
       }
       cp_async_commit();
     };
-    int next_pages;
+    int next_pages;    // of the K slice after those in flight
+    int next_v_pages;  // of the V slice after those in flight, if that is another one
     {
       int pages[kSlots];
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) pages[slot] = load_pages(left - slot * turn_keys);
       next_pages = load_pages(left - kSlots * turn_keys);
+      next_v_pages = pages[kSlots - 1];
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
         copy_k(slot, left - slot * turn_keys, pages[slot]);
-        copy_v(slot, left - slot * turn_keys, pages[slot]);
+        // As in the loop: V slices are copied kVSlots turns ahead.
+        const int v = slot - (kSlots - kVSlots);
+        if (v < 0) {
+          cp_async_commit();
+        } else {
+          copy_v(v, left - v * turn_keys, pages[v]);
+        }
       }
     }
 
     if (threadIdx.x < kMmaRows) {
       Block::describe_row(&rows[threadIdx.x], args, piece.batch, piece.kv_head, request);
     }
-    uint32_t q[Block::kQkBlocks][4];
-    Block::load_q(q, args,
-                  static_cast<const T*>(args.q.data) +
-                      args.queries.offset(piece.batch, args.q.batch_stride, args.q.seq_stride) +
-                      piece.kv_head * args.group * args.q.head_stride,
-                  pair_rows());
+    if (Block::kRestBlocks > 0) load_q();
+    if (args.score.negate_q) Block::negate(q);
     if constexpr (Block::kRestBlocks > 0) {
       if (warp == 0) {
 #pragma unroll
@@ -331,8 +357,9 @@ __global__ __launch_bounds__(
     SoftmaxRows<1> softmax;
     float o[1][2 * Block::kVBlocks][4] = {};
     int slot = 0;
+    int v_slot = 0;
     for (; left > 0; left -= turn_keys) {
-      // Of the 2 * kSlots groups in flight (K and V in turn) the oldest has landed.
+      // Each turn starts a group for K and then one for V; so many are younger than the slice.
       cp_async_wait<2 * kSlots - 1>();
       __syncwarp();
       const uint32_t k_slot = k_ring + slot * Block::kKSliceBytes;
@@ -372,13 +399,13 @@ __global__ __launch_bounds__(
       const uint32_t p[4] = {pack2<T>(s[0][0][0], s[0][0][1]), pack2<T>(s[0][0][2], s[0][0][3]),
                              pack2<T>(s[0][1][0], s[0][1][1]), pack2<T>(s[0][1][2], s[0][1][3])};
 
-      cp_async_wait<2 * kSlots - 1>();
+      cp_async_wait<2 * kVSlots - 1>();
       __syncwarp();
-      const uint32_t v_slot = v_ring + slot * Block::kVSliceBytes;
+      const uint32_t v_tile = v_ring + v_slot * Block::kVSliceBytes;
 #pragma unroll
       for (int step = 0; step < kVDim / Block::VFragments::kDims; ++step) {
         uint32_t b[Block::VFragments::kBlocks][4];
-        v_fragments.load_v(b, v_slot, 0, step);
+        v_fragments.load_v(b, v_tile, 0, step);
 #pragma unroll
         for (int i = 0; i < Block::VFragments::kBlocks; ++i) {
           const int db = step * Block::VFragments::kBlocks + i;
@@ -387,15 +414,17 @@ __global__ __launch_bounds__(
         }
       }
       __syncwarp();
-      copy_v(slot, left - kSlots * turn_keys, pages);
+      copy_v(v_slot, left - kVSlots * turn_keys, kVSlots == kSlots ? pages : next_v_pages);
+      next_v_pages = pages;
       slot = slot + 1 == kSlots ? 0 : slot + 1;
+      v_slot = v_slot + 1 == kVSlots ? 0 : v_slot + 1;
     }
     softmax.finish();
 
     // ---- The rings become the merge area: the groups still in flight are empty ----
     __syncthreads();
-    Merge::template put_warp<typename Block::VFragments>(smem, tables.state, o[0], softmax, pair_rows());
-    __syncthreads();
+    Merge::template put_warp<typename Block::VFragments>(smem, tables.state, o[0], softmax,
+                                                         pair_rows());
     const auto store_final = [&](int row, int column, float max, float sum, float4 value) {
       if (column >= args.v_head_dim) return;
       const DecodeRow& at = rows[row];
@@ -416,10 +445,13 @@ __global__ __launch_bounds__(
         Merge::put_partial(args.workspace, piece.own_slot, row, column, max, sum, value);
       }
     };
+    __syncthreads();
     if (cluster == 1) {
       Merge::merge_warps(smem, tables.state, pair_rows(), rule.scale, store);
     } else {
       Merge::merge_cluster(smem, tables.state, pair_rows(), rule.scale, rank, cluster, store);
+      // What the cluster's other blocks have stored is published as this block's own.
+      if (piece.group_size > 1) cluster_sync();
     }
     if (piece.group_size > 1 && rank == 0) {
       const auto slot_of = [&piece](int i) { return piece.slot(i); };

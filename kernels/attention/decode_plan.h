@@ -16,7 +16,8 @@ namespace astrai::attention {
 // Each warp streams slices of 16 keys through two rings of its own, one for K and one for V.
 struct DecodeTile {
   int warps;
-  int slots;  // slices that a ring holds
+  int slots;    // K slices that a ring holds
+  int v_slots;  // V slices: as many, or one less where memory is short
   int qk_dim;
   int v_dim;
   int element_bytes;
@@ -26,20 +27,25 @@ struct DecodeTile {
   constexpr int keys() const { return warps * kSliceKeys; }  // of one step of the whole block
   constexpr int k_slice_bytes() const { return kSliceKeys * tile_row_bytes(qk_dim, element_bytes); }
   constexpr int v_slice_bytes() const { return kSliceKeys * tile_row_bytes(v_dim, element_bytes); }
-  constexpr int smem_bytes() const { return warps * slots * (k_slice_bytes() + v_slice_bytes()); }
+  constexpr int warp_bytes() const { return slots * k_slice_bytes() + v_slots * v_slice_bytes(); }
+  constexpr int smem_bytes() const { return warps * warp_bytes(); }  // dynamic
+  // Bound on the static part of a block, which holds the rows of Q that registers cannot.
+  constexpr int static_smem_bytes() const { return qk_dim == 256 ? 6144 : 3072; }
 };
 
 // 78 to 96 KB of rings: two blocks on an SM of 228 KB, one where 99 KB is the limit.
 constexpr DecodeTile decode_tile(int qk_dim, int v_dim, int element_bytes) {
   const auto tile = [=](int warps, int slots) {
-    return DecodeTile{warps, slots, qk_dim, v_dim, element_bytes};
+    // The largest kernels need some of an SM's 99 KB for Q.
+    return DecodeTile{warps,  slots, qk_dim == 256 ? slots - 1 : slots,
+                      qk_dim, v_dim, element_bytes};
   };
   if (element_bytes == 1) {
     if (qk_dim == 64) return tile(4, 9);
     if (qk_dim == 96) return tile(4, 6);
     if (qk_dim == 128) return tile(4, 6);
     if (qk_dim == 192) return v_dim == 128 ? tile(4, 4) : tile(4, 3);
-    return tile(4, 3);
+    return tile(3, 4);
   }
   if (qk_dim == 64) return tile(4, 6);
   if (qk_dim == 96) return tile(4, 3);
@@ -48,8 +54,7 @@ constexpr DecodeTile decode_tile(int qk_dim, int v_dim, int element_bytes) {
   return tile(2, 3);
 }
 
-inline constexpr int kDecodeBlocksPerSm = 2;    // that registers allow
-inline constexpr int kDecodeStaticSmem = 6144;  // bound on the static part of a block
+inline constexpr int kDecodeBlocksPerSm = 2;  // that registers allow
 inline constexpr int kMostClusterBlocks = 8;
 inline constexpr int kMostWorkers = 512;  // that may share a pair
 
@@ -67,7 +72,6 @@ struct DecodePlan {
   int cluster_blocks = 1;  // blocks that work as one
   int workers = 0;
   int unit_keys = 0;     // see work_split.cuh
-  int least_units = 1;   // that are worth a worker of their own
   int fixed_splits = 0;  // deterministic: splits that a pair has room for; a worker is one of them
   int64_t blocks = 0;
   size_t workspace_bytes = 0;  // that the launch may use

@@ -10,19 +10,6 @@
 
 namespace astrai::attention {
 
-struct DecodeRequest {
-  int q_len;
-  int kv_len;
-  KeyRange seen;  // by any of its queries
-
-  __device__ __forceinline__ int visible() const { return seen.end - seen.first; }
-  // Units that the request counts for each kv head.
-  __device__ __forceinline__ uint32_t units(int unit_keys) const {
-    if (q_len == 0) return 0;
-    return max(1, (visible() - 1) / unit_keys + 1);
-  }
-};
-
 // Units of the requests, summed up so that a block finds the one that has a given unit: thread t
 // stands for `each` requests from t * each on.
 template <int kThreads>
@@ -70,8 +57,8 @@ struct DecodeWork {
   using Args = DecodeArgs<KvSource>;
 
   WorkWalk walk;
-  int numbered;      // the worker's own number until its only piece is taken, then negative
-  int unit_keys;     // of the piece
+  int numbered;   // the worker's own number until its only piece is taken, then negative
+  int unit_keys;  // of the piece
   // The piece at hand, and its request.
   Piece piece;
   DecodeRequest request;
@@ -109,9 +96,8 @@ struct DecodeWork {
   }
 
   static __device__ __forceinline__ DecodeRequest request_of(const Args& args, int batch) {
-    const int q_len = args.queries.length(batch);
-    const int kv_len = args.kv.length(batch);
-    return {q_len, kv_len, keys_in_window(args.score, 0, q_len - 1, kv_len - q_len, kv_len)};
+    if (args.equal_lengths) return args.equal;
+    return decode_request(args.score, args.queries.length(batch), args.kv.length(batch));
   }
 
   static __device__ __forceinline__ WorkWalk begin_walk(const Args& args,
@@ -121,7 +107,7 @@ struct DecodeWork {
     uint32_t equal = 0;  // units of every request
     int each = 1;
     if (args.equal_lengths) {
-      equal = request_of(args, 0).units(args.unit_keys);
+      equal = args.equal_units;
       head_units = equal * args.batch;
     } else {
       each = (args.batch - 1) / kThreads + 1;
@@ -136,8 +122,7 @@ struct DecodeWork {
     }
     WorkSplit split = {head_units * args.kv_heads, 1};
     if (split.units > 0) {
-      split.workers =
-          used_workers(split.units, args.workers, args.batch * args.kv_heads, args.least_units);
+      split.workers = used_workers(split.units, args.workers, args.batch * args.kv_heads);
     }
     const auto find = [&](uint32_t unit) -> RequestStart {
       if (args.equal_lengths) {
@@ -157,9 +142,9 @@ struct DecodeWork {
     return WorkWalk::begin(split, head_units, args.batch, worker, find);
   }
 
-  // Worker = (pair, number of the piece). Of a deterministic launch, a pair's pieces follow from its
-  // visible keys alone; else all pairs have equal lengths and are cut alike, without the search and
-  // most of the divisions that WorkWalk takes.
+  // Worker = (pair, number of the piece). Of a deterministic launch, a pair's pieces follow from
+  // its visible keys alone; else all pairs have equal lengths and are cut alike, without the search
+  // and most of the divisions that WorkWalk takes.
   __device__ __forceinline__ bool next_numbered(const Args& args) {
     if (numbered < 0) return false;
     const int worker = numbered;
@@ -180,11 +165,12 @@ struct DecodeWork {
       first = number;
       end = number + 1;
     } else {
-      const WorkSplit split = {units = request.units(unit_keys), static_cast<uint32_t>(each)};
+      const WorkSplit split = {units = args.equal_units, static_cast<uint32_t>(each)};
       first = each == 1 ? 0 : split.first_unit(number);
       end = each == 1 ? units : split.first_unit(number + 1);
     }
-    piece = {batch, pair - batch * args.kv_heads, first, end, units, worker, pair * each, 1, pieces};
+    piece = {batch, pair - batch * args.kv_heads, first, end, units, worker, pair * each, 1,
+             pieces};
     return true;
   }
 };

@@ -22,8 +22,8 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // them: there, differences come first.
 inline constexpr float kLargestSharedBase = 16777216.0f;  // 2^24
 
-// A scale as the kernels use it, c > 0 and normal: scale 0 becomes the smallest normal number, under
-// which every finite dot product below 2^100 still gives weight 1; one above FLT_MAX becomes
+// A scale as the kernels use it, c > 0 and normal: scale 0 becomes the smallest normal number,
+// under which every finite dot product below 2^100 still gives weight 1; one above FLT_MAX becomes
 // FLT_MAX. NaN passes.
 __host__ __device__ inline float normal_scale(float c) {
   return c < FLT_MIN ? FLT_MIN : c > FLT_MAX ? FLT_MAX : c;
@@ -34,9 +34,7 @@ __host__ __device__ inline float normal_scale(float c) {
 __device__ __forceinline__ float neg_inf() { return __uint_as_float(0xff800000u); }
 
 // 2^x to about 2 ulp; -inf gives 0, denormal results are flushed to 0.
-__device__ __forceinline__ float exp2_approx(float x) {
-  return ptx::ex2_approx_ftz(x);
-}
+__device__ __forceinline__ float exp2_approx(float x) { return ptx::ex2_approx_ftz(x); }
 
 // exp2(c * (score - max)), 0 for a score of -inf.
 __device__ __forceinline__ float exp2_of_difference(float score, float max, float scale) {

@@ -44,15 +44,11 @@ struct WorkSplit {
   }
 };
 
-// Workers that share `units`, of `most` that the launch has: enough for each pair, and beyond that
-// as many as keep `least_units` each. Where that costs at most 1/16 of them, as many for each pair:
-// then pairs of equal length are cut alike, and no worker has pieces of two.
-__host__ __device__ constexpr uint32_t used_workers(uint32_t units, uint32_t most, uint32_t pairs,
-                                                    uint32_t least_units) {
-  uint32_t workers = least_units == 1 ? units : units / least_units;
-  const uint32_t one_each = pairs < units ? pairs : units;
-  if (workers < one_each) workers = one_each;
-  if (workers > most) workers = most;
+// Workers that share `units`, of `most` that the launch has: no more than there are units. Where
+// that costs at most 1/16 of them, as many for each pair: then pairs of equal length are cut alike,
+// and no worker has pieces of two.
+__host__ __device__ constexpr uint32_t used_workers(uint32_t units, uint32_t most, uint32_t pairs) {
+  const uint32_t workers = units < most ? units : most;
   if (workers == 0) return 1;
   if (workers <= pairs) return workers;
   const uint32_t odd = workers % pairs;

@@ -42,6 +42,9 @@ __device__ __forceinline__ float cluster_load_float(uint32_t address) {
 __device__ __forceinline__ uint32_t cluster_load_uint(uint32_t address) {
   return ptx::ld_shared_cluster_u32(address);
 }
+__device__ __forceinline__ float2 cluster_load_float2(uint32_t address) {
+  return ptx::ld_shared_cluster_v2_f32(address);
+}
 __device__ __forceinline__ float4 cluster_load_float4(uint32_t address) {
   return ptx::ld_shared_cluster_v4_f32(address);
 }
@@ -75,6 +78,9 @@ __device__ __forceinline__ float cluster_load_float(uint32_t address) {
 }
 __device__ __forceinline__ uint32_t cluster_load_uint(uint32_t address) {
   return cluster_memory<uint32_t>(address);
+}
+__device__ __forceinline__ float2 cluster_load_float2(uint32_t address) {
+  return cluster_memory<float2>(address);
 }
 __device__ __forceinline__ float4 cluster_load_float4(uint32_t address) {
   return cluster_memory<float4>(address);

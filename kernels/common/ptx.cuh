@@ -13,6 +13,14 @@
 
 namespace astrai::ptx {
 
+// threadIdx.x, read where this stands: what follows from it is not computed ahead of a loop that
+// needs all registers.
+__device__ __forceinline__ int tid_x_here() {
+  int tid;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+  return tid;
+}
+
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
 // Byte i of the result is the byte of b:a that nibble i of the selector numbers, or eight copies of
@@ -249,6 +257,15 @@ __device__ __forceinline__ uint32_t ld_shared_cluster_u32(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ float2 ld_shared_cluster_v2_f32(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(v.x), "=f"(v.y)
+               : "r"(address)
+               : "memory");
+  return v;
 }
 
 __device__ __forceinline__ float4 ld_shared_cluster_v4_f32(uint32_t address) {

@@ -73,7 +73,9 @@ def test_case_b01_newer_gpus_find_ptx(module: str, module_files: dict[str, pathl
 
 def test_attention_modules_hold_the_same_kernels(module_files: dict[str, pathlib.Path]) -> None:
     listings = {
-        module: sorted(re.findall(r"sm_\d+[af]?\.cubin", cuobjdump("--list-elf", str(module_files[module]))))
+        module: sorted(
+            re.findall(r"sm_\d+[af]?\.cubin", cuobjdump("--list-elf", str(module_files[module])))
+        )
         for module in ATTENTION
     }
     assert len({tuple(listing) for listing in listings.values()}) == 1
@@ -81,7 +83,7 @@ def test_attention_modules_hold_the_same_kernels(module_files: dict[str, pathlib
 
 @pytest.mark.parametrize("module", LIBRARIES)
 def test_no_copy_is_encoded_wrongly(module: str, module_files: dict[str, pathlib.Path]) -> None:
-    """ptxas 13.0 makes an illegal instruction of a cp.async with a cache policy whose shared address
+    """Ptxas 13.0 makes an illegal instruction of a cp.async with a cache policy whose shared address
     stands in a uniform register: both then claim the same pair of them, and the descriptor is odd.
     """
     for name, sass in functions("sm_90a", module_files[module]).items():

@@ -210,8 +210,13 @@ void time_decode(const DeviceInfo& device, const Shape& shape) {
       shape.q_heads, shape.kv_heads, shape.head_dim, shape.kv_len, chosen, bytes / chosen / 1e6);
   for (int log2 = 0; log2 < 4; ++log2) {
     const Residency residency = residency_of(device, log2);
-    for (int part : {1, 2, 4}) {  // all workers that fit, half and a quarter of them
-      const int workers = residency.clusters[log2] / part;
+    const int most = std::min(residency.clusters[log2], kMostWorkers);
+    const int pairs = shape.batch * shape.kv_heads;
+    std::vector<int> counts = {most, most / 2};  // all workers that fit, and as many for each pair
+    for (int each = 1; each * pairs <= std::min(most, 64 * pairs); each *= 2) {
+      counts.push_back(each * pairs);
+    }
+    for (const int workers : counts) {
       const DecodePlan plan = plan_decode(p, residency, Workspace::kBytes, workers);
       if (plan.cluster_blocks != 1 << log2) continue;  // too many for the pairs
       const double us = microseconds(calls, [&](int i, cudaStream_t s) {

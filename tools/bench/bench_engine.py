@@ -6,8 +6,8 @@ Both answer the same prompts of random tokens greedily, with the same weights, i
 Three rows for each shape: "generate", the whole call (tokens per second are batch * new_tokens over
 it); "decode_step", the median step in which all requests decode; and "kernels", what the kernels of
 such a step take, against the step. The peer "transformers" compiles its decode step, as it does by
-itself with a static cache; "transformers_eager" is told not to. As compiling takes most of a minute,
-only the shapes of COMPILED have that peer unless --peer asks for it.
+itself with a static cache; "transformers_eager" is told not to. Compiling takes most of a minute:
+only the shapes of COMPILED have that peer, unless --peer asks for it.
 
 All shapes take about 100 s on an H200; shapes that would begin later than --seconds are left out.
 """

@@ -76,9 +76,7 @@ class _Flight:
     choice: Choice | None
 
 
-def _attention_bytes(
-    config: ModelConfig, device: torch.device, batch: int, max_q_len: int
-) -> int:
+def _attention_bytes(config: ModelConfig, device: torch.device, batch: int, max_q_len: int) -> int:
     """Bytes that attention kernels may need for partial results; 0 where none will run."""
     kernels = ("attn_paged_decode", "attn_paged_prefill")
     if device.type != "cuda" or not all(map(is_available, kernels)):

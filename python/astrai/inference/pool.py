@@ -50,6 +50,7 @@ class KVCache:
         k_scale: Dequantisation step of a float8 cache: keys are ``k_buffer * k_scale``. Else None.
         v_scale: Likewise for values.
         workspace: uint8 buffer for partial results of the kernels, or None: they take their own.
+        complete: Whether every position below a request's length has a token. True of this pool.
     """
 
     k_buffer: torch.Tensor
@@ -73,6 +74,7 @@ class KVCache:
     k_scale: float | torch.Tensor | None = None
     v_scale: float | torch.Tensor | None = None
     workspace: torch.Tensor | None = None
+    complete: bool = True
 
 
 class PagePool:

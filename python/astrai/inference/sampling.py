@@ -162,9 +162,7 @@ def sample(
     return choose(likeliest(logits), params, uniforms).read()
 
 
-def choose(
-    rows: Likeliest, params: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> Choice:
+def choose(rows: Likeliest, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Choice:
     """Does what ``sample`` does, but waits for nothing."""
     logits, top, tokens = rows
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]

@@ -151,5 +151,6 @@ class Decoder(nn.Module):
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, rotary, kv_cache, fwd)
-        x = self.norm(x)
-        return self.lm_head(x if select is None else x[select])
+        if select is not None:
+            x = x[select]
+        return self.lm_head(self.norm(x))

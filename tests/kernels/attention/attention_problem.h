@@ -170,6 +170,8 @@ class AttentionProblem {
   void check(Rng& rng, double budget = 8e6) {
     const double row_cost = 2.0 * std::max(1, p_.most_kv()) * p_.head_dim;
     const int64_t rows = int64_t{tokens()} * p_.q_heads;
+    k_values_ = k_.values();
+    v_values_ = v().values();
     const int64_t checked = std::min<int64_t>(rows, static_cast<int64_t>(budget / row_cost) + 8);
     std::vector<T> out;
     std::vector<double> out_ref, lse_ref;
@@ -424,12 +426,13 @@ class AttentionProblem {
     const double factor = static_cast<float>(scale()) * k_scale();
     std::vector<double> score(kv_len(b), -std::numeric_limits<double>::infinity());
     double max = p_.sinks ? sinks_[h] : -std::numeric_limits<double>::infinity();
-    const T* q = q_.data() + q_at(b, i, h);
+    std::vector<double> q(p_.head_dim);
+    for (int d = 0; d < p_.head_dim; ++d) q[d] = to_double(q_[q_at(b, i, h) + d]);
     for (int j = 0; j < kv_len(b); ++j) {
       if (!allowed(b, i, h, j)) continue;
-      const int64_t at = k_at(b, j, kv_head);
+      const float* k = k_values_.data() + k_at(b, j, kv_head);
       double dot = 0;
-      for (int d = 0; d < p_.head_dim; ++d) dot += to_double(q[d]) * k_.get(at + d);
+      for (int d = 0; d < p_.head_dim; ++d) dot += q[d] * k[d];
       score[j] = dot * factor;
       if (p_.softcap > 0) score[j] = p_.softcap * std::tanh(score[j] / p_.softcap);
       max = std::max(max, score[j]);
@@ -439,9 +442,9 @@ class AttentionProblem {
     for (int j = 0; j < kv_len(b); ++j) {
       if (!allowed(b, i, h, j)) continue;
       const double weight = std::exp(score[j] - max);
-      const int64_t at = v_at(b, j, kv_head);
+      const float* v = v_values_.data() + v_at(b, j, kv_head);
       sum += weight;
-      for (int d = 0; d < p_.v_dim(); ++d) sum_v[d] += weight * v().get(at + d);
+      for (int d = 0; d < p_.v_dim(); ++d) sum_v[d] += weight * v[d];
     }
     for (const double x : sum_v) out->push_back(sum == 0 ? 0.0 : x / sum * v_scale());
     return sum == 0 ? -std::numeric_limits<double>::infinity() : max + std::log(sum);
@@ -476,6 +479,7 @@ class AttentionProblem {
   Strides q_strides_, out_strides_, k_strides_, v_strides_, new_strides_, new_v_strides_;
   std::vector<T> q_, new_k_, new_v_, out_;
   ElementBuffer k_, v_;
+  std::vector<float> k_values_, v_values_;  // the same, for the reference
   std::vector<int32_t> table_, rows_;
   int table_width_ = 0;
   std::vector<uint8_t> mask_;

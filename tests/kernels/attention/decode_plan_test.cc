@@ -64,12 +64,14 @@ ASTRAI_TEST(tiles_fit_the_devices) {
   for (const HeadDims& dims : kKernelDims) {
     for (const int element_bytes : {1, 2}) {
       const DecodeTile tile = decode_tile(dims.qk, dims.v, element_bytes);
-      EXPECT_LE(tile.smem_bytes() + kDecodeStaticSmem, kL20.smem_per_block);
+      EXPECT_LE(tile.smem_bytes() + tile.static_smem_bytes(), kL20.smem_per_block);
       EXPECT_EQ(resident_decode_blocks(tile, kH200), 2 * kH200.sm_count);
       EXPECT_GE(resident_decode_blocks(tile, kA100), kA100.sm_count);
       EXPECT_EQ(resident_decode_blocks(tile, kL20), kL20.sm_count);
       // Bytes in flight on an SM of the H200, of K and V rows alone.
-      EXPECT_GE(2 * tile.warps * tile.slots * 16 * (dims.qk + dims.v) * element_bytes, 120 << 10);
+      EXPECT_GE(
+          2 * tile.warps * 16 * (tile.slots * dims.qk + tile.v_slots * dims.v) * element_bytes,
+          120 << 10);
     }
   }
 }
@@ -190,20 +192,20 @@ ASTRAI_TEST(units_of_the_largest_launches_fit) {
   }
 }
 
-ASTRAI_TEST(few_pairs_get_clusters_and_many_get_blocks) {
+// Short keys: merging within a cluster costs least. Long ones: what counts is that all SMs read.
+ASTRAI_TEST(few_short_pairs_get_clusters) {
   const auto blocks_of_worker = [](int batch, int kv_heads, int kv_len, const Residency& r) {
     return plan_decode(make_params(batch, 1, kv_len, kv_heads * 4, kv_heads, 128), r, kNoLimit)
         .cluster_blocks;
   };
   const Residency clusters = residency_with_clusters();
-  EXPECT_EQ(blocks_of_worker(1, 8, 8192, clusters), 8);
-  EXPECT_EQ(blocks_of_worker(1, 32, 8192, clusters), 8);
-  EXPECT_EQ(blocks_of_worker(5, 8, 8192, clusters), 4);
-  EXPECT_EQ(blocks_of_worker(16, 8, 8192, clusters), 2);
+  EXPECT_GE(blocks_of_worker(1, 8, 512, clusters), 4);
+  EXPECT_EQ(blocks_of_worker(1, 8, 2048, clusters), 8);
+  EXPECT_EQ(blocks_of_worker(16, 8, 512, clusters), 2);
   EXPECT_EQ(blocks_of_worker(17, 8, 8192, clusters), 1);
+  EXPECT_EQ(blocks_of_worker(1, 8, 32768, clusters), 1);
   EXPECT_EQ(blocks_of_worker(1, 8, 64, clusters), 1);  // keys for one block
-  EXPECT_EQ(blocks_of_worker(1, 8, 200, clusters), 4);
-  EXPECT_EQ(blocks_of_worker(1, 8, 8192, residency_without_clusters(264)), 1);
+  EXPECT_EQ(blocks_of_worker(1, 8, 512, residency_without_clusters(264)), 1);
 }
 
 ASTRAI_TEST(launches_fill_the_device_and_not_more) {
@@ -212,10 +214,12 @@ ASTRAI_TEST(launches_fill_the_device_and_not_more) {
       AttentionParams p = make_params(1, 1, 131072, 32, 8, dims.qk);
       p.v_head_dim = dims.v;
       const Residency residency = residency_without_clusters(blocks);
-      EXPECT_GE(plan_decode(p, residency, kNoLimit).blocks, blocks * 15 / 16);
+      EXPECT_GE(plan_decode(p, residency, kNoLimit).blocks, blocks / kDecodeBlocksPerSm * 9 / 10);
       EXPECT_LE(plan_decode(p, residency, kNoLimit).blocks, blocks);
+      // Many pairs: each whole, or shared out evenly.
       p.batch = 256;
-      EXPECT_EQ(plan_decode(p, residency, kNoLimit).blocks, blocks);
+      const DecodePlan many = plan_decode(p, residency, kNoLimit);
+      EXPECT_TRUE(many.blocks == (many.workspace_bytes > 0 ? blocks : 256 * 8));
       // One step of keys is not cut.
       p = make_params(1, 1, 32, 32, 8, dims.qk);
       EXPECT_EQ(plan_decode(p, residency, kNoLimit).blocks, 8);

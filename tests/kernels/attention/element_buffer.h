@@ -14,11 +14,17 @@ namespace astrai::attention {
 
 // Value of an e4m3 code (OCP 8-bit floating point: bias 7, no infinity, 0x7f and 0xff are NaN).
 inline double e4m3_value(uint8_t code) {
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  if ((code & 0x7f) == 0x7f) return std::nan("");
-  const double magnitude =
-      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
-  return code & 0x80 ? -magnitude : magnitude;
+  static const std::vector<double> table = [] {
+    std::vector<double> values(256);
+    for (int i = 0; i < 256; ++i) {
+      const int exponent = i >> 3 & 15, mantissa = i & 7;
+      const double magnitude =
+          exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+      values[i] = (i & 0x7f) == 0x7f ? std::nan("") : i & 0x80 ? -magnitude : magnitude;
+    }
+    return values;
+  }();
+  return table[code];
 }
 
 // The code nearest to x, of two the even one; saturates at 448, NaN stays NaN.
@@ -49,6 +55,12 @@ struct ElementBuffer {
     if (dtype == DType::kE4M3) return e4m3_value(bytes[at]);
     return dtype == DType::kBF16 ? testing::to_double(as<__nv_bfloat16>(at))
                                  : testing::to_double(as<__half>(at));
+  }
+  // All of them; fp32 holds each exactly.
+  std::vector<float> values() const {
+    std::vector<float> values(size());
+    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(get(i));
+    return values;
   }
   void set(int64_t at, double x) {
     if (dtype == DType::kE4M3) {

@@ -101,11 +101,10 @@ ASTRAI_TEST(every_key_has_one_worker_and_slots_agree) {
     const uint32_t units = batch.head_units() * batch.kv_heads;
     if (units == 0) continue;
     const uint32_t most = static_cast<uint32_t>(rng.integer(1, 300));
-    const uint32_t least = static_cast<uint32_t>(rng.integer(1, 5));
     const Context context(std::to_string(requests) + " requests, " + std::to_string(units) +
                           " units, at most " + std::to_string(most) + " workers");
     const uint32_t pairs = static_cast<uint32_t>(requests) * batch.kv_heads;
-    const WorkSplit split = {units, used_workers(units, most, pairs, least)};
+    const WorkSplit split = {units, used_workers(units, most, pairs)};
     EXPECT_LE(split.workers, std::min(most, units));
     EXPECT_GE(split.workers, 1u);
     check(batch, split);
@@ -146,7 +145,7 @@ ASTRAI_TEST(equal_pairs_are_cut_alike) {
     for (const uint32_t length : {64u, 100u, 512u}) {
       const Batch batch = {std::vector<uint32_t>(pairs, length), 1};
       const uint32_t units = batch.head_units();
-      const WorkSplit split = {units, used_workers(units, 264, pairs, 1)};
+      const WorkSplit split = {units, used_workers(units, 264, pairs)};
       EXPECT_EQ(split.workers % pairs, 0u);
       std::map<int, std::vector<uint32_t>> cuts;
       for (const Piece& piece : pieces_of(batch, split)) {
@@ -158,12 +157,10 @@ ASTRAI_TEST(equal_pairs_are_cut_alike) {
 }
 
 ASTRAI_TEST(workers_are_enough_for_the_pairs_and_worth_their_work) {
-  EXPECT_EQ(used_workers(1024, 264, 8, 1), 264u);    // 33 for each pair
-  EXPECT_EQ(used_workers(1024, 264, 32, 1), 256u);   // 8 for each, not 8.25
-  EXPECT_EQ(used_workers(1024, 264, 180, 1), 264u);  // dropping 84 would cost too much
-  EXPECT_EQ(used_workers(8, 264, 8, 4), 8u);         // short keys: one for each pair
-  EXPECT_EQ(used_workers(64, 264, 8, 4), 16u);
-  EXPECT_EQ(used_workers(5, 264, 8, 1), 5u);  // requests without queries have no pairs
+  EXPECT_EQ(used_workers(1024, 264, 8), 264u);    // 33 for each pair
+  EXPECT_EQ(used_workers(1024, 264, 32), 256u);   // 8 for each, not 8.25
+  EXPECT_EQ(used_workers(1024, 264, 180), 264u);  // dropping 84 would cost too much
+  EXPECT_EQ(used_workers(5, 264, 8), 5u);         // requests without queries have no pairs
 }
 
 ASTRAI_TEST(fixed_splits_cover_the_keys) {

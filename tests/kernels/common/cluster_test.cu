@@ -31,7 +31,8 @@ __global__ void gather_kernel(float* sums, uint32_t* ranks, uint32_t* neighbours
   for (uint32_t rank = 0; rank < cluster_size(); ++rank) {
     sum += cluster_load_float(cluster_address(shared_address(&own[i]), rank));
     const float4 v = cluster_load_float4(cluster_address(shared_address(&vectors[i]), rank));
-    sum += v.x + v.y + v.z - v.w;
+    const float2 half = cluster_load_float2(cluster_address(shared_address(&vectors[i].z), rank));
+    sum += v.x + v.y + half.x - half.y;
   }
   sums[n] = sum;
   const uint32_t right = (cluster_rank() + 1) % cluster_size();

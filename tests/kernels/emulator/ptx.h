@@ -12,6 +12,8 @@
 
 namespace astrai::ptx {
 
+inline int tid_x_here() { return static_cast<int>(threadIdx.x); }
+
 // ---- Arithmetic ---------------------------------------------------------------------------------
 
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
@@ -119,6 +121,9 @@ void st_shared_cluster(uint32_t address, T value) {
 inline float ld_shared_cluster_f32(uint32_t address) { return ld_shared_cluster<float>(address); }
 inline uint32_t ld_shared_cluster_u32(uint32_t address) {
   return ld_shared_cluster<uint32_t>(address);
+}
+inline float2 ld_shared_cluster_v2_f32(uint32_t address) {
+  return ld_shared_cluster<float2>(address);
 }
 inline float4 ld_shared_cluster_v4_f32(uint32_t address) {
   return ld_shared_cluster<float4>(address);

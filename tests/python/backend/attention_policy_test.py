@@ -343,6 +343,26 @@ def test_packed_call_needs_its_cache_and_mode():
         attention(q[None], k[None], v[None], cache, fwd="decode")
 
 
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 11), r"attn_mask last dim must be at least kv_len 12, got shape \(2, 11\)"),
+        ((3, 48), r"attn_mask batch must be 2 or 1, got shape \(3, 48\)"),
+        ((2, 2, 48), r"attn_mask rows must be 1 or at least q_len 3, got shape \(2, 2, 48\)"),
+        ((48,), r"attn_mask must be 2D, 3D or 4D in packed calls, got shape \(48,\)"),
+        ((2, 3, 3, 48), r"attn_mask heads must be 4 or 1, got shape \(2, 3, 3, 48\)"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["cuda", "torch_native"])
+def test_mask_that_does_not_fit_a_packed_call(kernels, backend, shape, message):
+    cache, keys, values = make_cache([9, 12], [2, 3])
+    cache.k_buffer, cache.v_buffer = cache.k_buffer.bfloat16(), cache.v_buffer.bfloat16()
+    q, k, v = (x.bfloat16() for x in packed_call(cache, keys, values, [2, 3], 4, layer=0))
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ShapeError, match=f"attention: {message}"):
+        attention(q, k, v, cache, 0, mask, True, "prefill", backend)
+
+
 def test_explain_names_the_reasons(call, kernels):
     q, k, v = qkv(1, 3, 5, 4, 2, 36, dtype=torch.float32)
     text = explain("attention", q, k, v)

@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 
+from astrai.extension import attn_paged_decode_workspace_size, attn_paged_prefill_workspace_size
 from astrai.inference import Engine, SamplingParams
 from astrai.model import LoadedModel
 from tests.python.inference.tiny_engine import is_clean, poisoned
@@ -68,19 +69,41 @@ def test_case_e01_a_graph_captured_at_a_short_length_is_right_at_a_long_one(mode
         assert answers(graphs, prompts, [40, 40]) == answers(eager, prompts, [40, 40])
 
 
-def test_a_decode_step_waits_for_the_device_only_to_get_its_tokens(model):
-    engine = Engine(model, max_batch_size=4, n_tokens=1024)
-    under_way = [engine.submit(prompt, stop_ids=()) for prompt in texts(9, 40, 3)]
-    for _ in range(4):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_wait_for_the_device_only_to_read_tokens(model, temperature):
+    """Prompts, in chunks, as well as decode: nothing but the wait for a step's copy blocks."""
+    engine = Engine(model, max_batch_size=4, n_tokens=1024, max_batch_tokens=32)
+    options = {"sampling": SamplingParams(temperature, seed=1), "stop_ids": ()}
+    under_way = [engine.submit(prompt, **options) for prompt in texts(9, 40, 3)]
+    for _ in range(8):
         engine.step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        plan = engine._scheduler.schedule()
-        engine._runner.decode(plan.decode)
+        under_way.append(engine.submit(texts(100)[0], **options))
+        for _ in range(8):
+            engine.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(plan.decode) == len(under_way) and not plan.prefill
+    assert all(len(answer.token_ids) >= 2 for answer in under_way)
+
+
+def test_attention_has_a_workspace_that_every_call_fits(model):
+    engine = Engine(model, max_batch_size=4, n_tokens=1024, max_batch_tokens=256)
+    config = model.decoder.config
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    size = engine.workspace.attention.numel()
+    assert size >= attn_paged_decode_workspace_size(4, *heads) > 0
+    assert size >= attn_paged_prefill_workspace_size(4, 256, *heads)
+
+
+def test_run_ahead_says_the_same(model):
+    prompts, steps = texts(1, 5, 70, 9, 300, 2, 16), [20, 18, 16, 12, 24, 30, 9]
+    options = {"max_batch_size": 8, "n_tokens": 2048}
+    ahead, behind = (poisoned(Engine(model, run_ahead=flag, **options)) for flag in (True, False))
+    for sampling in (None, SamplingParams(1.0, top_k=50, top_p=0.9, seed=3)):
+        replayed = answers(ahead, prompts, steps, sampling=sampling)
+        assert replayed == answers(behind, prompts, steps, sampling=sampling)
 
 
 @torch.no_grad()

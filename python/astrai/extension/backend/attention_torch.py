@@ -89,6 +89,14 @@ def _sdpa(
     scale: float | None,
 ) -> torch.Tensor:
     """SDPA on ``[batch, seq, heads, head_dim]``, K/V heads shared by groups of query heads."""
+    kv_heads = k.shape[2]
+    if q.shape[1] == 1 and (mask is None or mask.shape[1] == 1):
+        # The one query of each head of a group sees the same: as if they were queries of one head.
+        folded = q.unflatten(2, (kv_heads, -1)).flatten(1, 2)
+        out = F.scaled_dot_product_attention(
+            folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale
+        )
+        return out.flatten(1, 2).unsqueeze(1)
     # A plain bool also when TorchDynamo knows the head counts only as symbols.
     grouped = True if q.shape[2] != k.shape[2] else False  # noqa: SIM210
     if grouped and mask is not None:
@@ -151,14 +159,13 @@ class TorchNativeBackend(AttentionBackend):
             check_packed_mask(attn_mask, len(requests.kv_sizes), q.shape[1], *sizes)
         check_heads(q.shape[1], k.shape[1])
         kv.append(kv_cache, layer_id, k, v)
-        cache = kv.paged_cache(kv_cache, layer_id)
         k_scale, v_scale = kv.steps(kv_cache)
         result = reference.packed_attention(
             q,
-            cache.k.shape[-2],
-            cache.v.shape[-1],
+            k.shape[1],
+            v.shape[2],
             requests,
-            cache.padded(requests),
+            kv.padded_keys(kv_cache, layer_id, requests),
             reference.expand_mask(attn_mask),
             replace(features, k_scale=k_scale, v_scale=v_scale),
             attend,

@@ -62,7 +62,7 @@ class FlashLibrary(ABC):
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] | None = None
         self._error: str | None = None
-        self._works: dict[int, str] = {}
+        self._errors: dict[int, str] = {}
 
     def error(self) -> str:
         """Why it cannot be imported, empty if it can. Imports it the first time."""
@@ -72,7 +72,7 @@ class FlashLibrary(ABC):
                 self._functions = {name: getattr(module, name) for name in self.names}
                 self._error = self._version_error(module)
             except Exception as error:  # one built for another torch raises more than ImportError
-                self._error = f"{type(error).__name__}: {error}"
+                self._error = _summary(error)
         return self._error
 
     def error_on(self, device_index: int) -> str:
@@ -80,17 +80,17 @@ class FlashLibrary(ABC):
 
         That the library imports does not say so: it may be built for other devices.
         """
-        if device_index not in self._works:
+        if device_index not in self._errors:
             x = torch.zeros(
                 1, 1, 1, 64, dtype=torch.bfloat16, device=torch.device("cuda", device_index)
             )
             try:
                 with torch.no_grad():
                     self.dense(x, x, x, Features(), False)
-                self._works[device_index] = ""
+                self._errors[device_index] = ""
             except Exception as error:  # whatever it is, this device is not for it
-                self._works[device_index] = f"does not run here: {type(error).__name__}: {error}"
-        return self._works[device_index]
+                self._errors[device_index] = f"does not run here: {_summary(error)}"
+        return self._errors[device_index]
 
     def why_not(self, axes: Mapping[str, Any]) -> str | None:
         """Why it cannot take a call (``attention_axes``); None if it can."""
@@ -322,6 +322,12 @@ def _joined(reasons: Mapping[str, str]) -> str:
     if len(set(reasons.values())) == 1:
         return next(iter(reasons.values()))
     return "; ".join(f"{title}: {reason}" for title, reason in reasons.items())
+
+
+def _summary(error: BaseException) -> str:
+    """Type and first line of an error."""
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _dotted(axes: Mapping[str, Any]) -> str:

@@ -12,7 +12,14 @@ from typing import Protocol
 import torch
 
 from astrai.extension.errors import DtypeError, ShapeError
-from astrai.extension.ops.reference import PagedCache, Requests, Step, store
+from astrai.extension.ops.reference import (
+    PaddedKeys,
+    PagedCache,
+    Requests,
+    Step,
+    storable,
+    store,
+)
 
 
 class PackedKVCache(Protocol):
@@ -38,12 +45,14 @@ class PackedKVCache(Protocol):
         q_tile_to_batch, q_tile_to_index: work map of the paged prefill kernel.
         workspace: memory for the partial results of the kernels.
         contiguous: bool, row r owns the slots from ``r * max_seq`` on.
-        complete: bool, every position below a request's length has a token, so that the table has
-            no negative entries there; true of contiguous caches. The flash backend takes no other.
+        complete: bool, every position below a request's length has a token, so that no slot is
+            negative there, nor in ``out_cache_loc``; true of contiguous caches. The flash backend
+            takes no other.
 
     Host copies that save a wait for the device; a captured graph is replayed with other lengths,
     so the CUDA backend does not look at them in decode:
         lens: list of int, ``seq_lens``.
+        rows: list of int, ``req_pool_indices``.
         q_lens: list of int, tokens of this call by request.
     """
 
@@ -158,6 +167,29 @@ def paged_cache(cache: PackedKVCache, layer_id: int) -> PagedCache:
     )
 
 
+def padded_keys(cache: PackedKVCache, layer_id: int, requests: Requests) -> PaddedKeys:
+    """The keys of a layer for ``ops.reference.packed_attention``.
+
+    Of a contiguous cache whose rows are known on the host and follow each other, these are views.
+    """
+    if not is_contiguous(cache):
+        return paged_cache(cache, layer_id).padded(requests)
+    max_seq = cache.req_to_token.shape[1]
+    held = [x[layer_id].unflatten(0, (-1, max_seq)) for x in (cache.k_buffer, cache.v_buffer)]
+    rows = getattr(cache, "rows", None)
+
+    def keys(first: int, last: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor, None]:
+        chosen = None if rows is None else rows[first:last]
+        if chosen is not None and chosen == list(range(chosen[0], chosen[0] + len(chosen))):
+            part = slice(chosen[0], chosen[-1] + 1)
+        else:
+            part = cache.req_pool_indices[first:last].long()
+        k, v = (storable(x[:, :kv_len])[part].view(x.dtype) for x in held)
+        return k, v, None
+
+    return keys
+
+
 def append(cache: PackedKVCache, layer_id: int, k: torch.Tensor, v: torch.Tensor) -> None:
     """Write the K and V of this call's tokens into their slots; negative slots are passed over.
 
@@ -167,7 +199,8 @@ def append(cache: PackedKVCache, layer_id: int, k: torch.Tensor, v: torch.Tensor
     check_new_tokens(cache, k, v)
     held = cache.k_buffer[layer_id], cache.v_buffer[layer_id]
     for buffer, new, step in zip(held, (k, v), steps(cache), strict=True):
-        store(buffer, cache.out_cache_loc.long(), new.detach(), step)
+        slots = cache.out_cache_loc.long()
+        store(buffer, slots, new.detach(), step, all_valid=is_complete(cache))
 
 
 def restored(x: torch.Tensor, step: Step, dtype: torch.dtype) -> torch.Tensor:

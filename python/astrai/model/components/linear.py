@@ -34,8 +34,8 @@ class Linear(nn.Module):
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Returns ``residual + self(x)``, summed in the matrix product where that is possible.
 
-        That saves a launch and a rounding; the result then stands in ``residual``'s memory. It is
-        possible without a bias, and while autograd does not record.
+        That saves a launch; the result then stands in ``residual``'s memory. It is possible without
+        a bias, and while autograd does not record.
 
         Args:
             residual: ``[..., out_features]``, contiguous; not to be used afterwards.

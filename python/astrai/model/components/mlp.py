@@ -20,7 +20,9 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up_proj = StackedLinear(dim, {"gate_proj": hidden_dim, "up_proj": hidden_dim}, bias)
+        self.gate_up_proj = StackedLinear(
+            dim, {"gate_proj": hidden_dim, "up_proj": hidden_dim}, bias
+        )
         self.down_proj = Linear(hidden_dim, dim, bias)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,10 @@ from astrai.extension.ops.reference.dense import (
     expand_mask,
     merge_states,
     permitted,
+    storable,
 )
 from astrai.extension.ops.reference.packed import (
+    PaddedKeys,
     Requests,
     packed_attention,
     q_work_map,
@@ -26,6 +28,7 @@ from astrai.extension.ops.reference.rotary import rope_append, rotate, rotate_by
 __all__ = [
     "Features",
     "Lengths",
+    "PaddedKeys",
     "PagedCache",
     "Requests",
     "Step",
@@ -41,6 +44,7 @@ __all__ = [
     "rope_append",
     "rotate",
     "rotate_by_table",
+    "storable",
     "store",
     "varlen_attention",
 ]

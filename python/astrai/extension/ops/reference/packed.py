@@ -18,7 +18,8 @@ from astrai.extension.ops.reference.dense import (
 )
 
 # So few scores, keys and values that padding costs less than another round of launches.
-FEW_ELEMENTS = 1 << 20
+FEW_ELEMENTS = 1 << 16
+FEW_ELEMENTS_ON_GPU = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def packed_attention(
     ]
     width = kv_heads * (q.shape[2] + v_head_dim)
     start, parts = 0, []
-    for first, last in _runs(sizes, q.shape[1], width):
+    few = FEW_ELEMENTS if q.device.type == "cpu" else FEW_ELEMENTS_ON_GPU
+    for first, last in _runs(sizes, q.shape[1], width, few):
         q_sizes, kv_sizes = zip(*sizes[first:last], strict=True)
         count, q_len, kv_len = last - first, max(q_sizes), max(kv_sizes)
         own = q[start : start + sum(q_sizes)]
@@ -136,16 +138,19 @@ def packed_attention(
         start += len(own)
     if start < len(q) or not parts:
         rest = q[start:]
-        lse = torch.full(rest.shape[:-1], NEGATIVE_INFINITY, dtype=compute_dtype(q))
-        parts.append([rest.new_zeros(*rest.shape[:-1], v_head_dim), lse.to(q.device)])
+        lse = q.new_full(rest.shape[:-1], NEGATIVE_INFINITY, dtype=compute_dtype(q))
+        parts.append([rest.new_zeros(*rest.shape[:-1], v_head_dim), lse])
     return tuple(torch.cat(x) for x in zip(*parts, strict=False))
 
 
-def _runs(sizes: list[tuple[int, int]], q_heads: int, width: int) -> Iterator[tuple[int, int]]:
+def _runs(
+    sizes: list[tuple[int, int]], q_heads: int, width: int, few: int
+) -> Iterator[tuple[int, int]]:
     """Runs (first, one past the last) of requests that one padded batch can hold.
 
     ``sizes`` are the requests' numbers of queries and keys. A run ends where its scores, keys and
-    values (``width`` elements a position) would take too much memory, or would mostly be padding.
+    values (``width`` elements a position) would take too much memory, or would be more than ``few``
+    and a fifth of them padding.
     """
 
     def elements(q_len: int, kv_len: int) -> int:
@@ -156,7 +161,7 @@ def _runs(sizes: list[tuple[int, int]], q_heads: int, width: int) -> Iterator[tu
         longest_q, longest_kv = max(longest_q, q_len), max(longest_kv, kv_len)
         own += elements(q_len, kv_len)
         padded = (i + 1 - first) * elements(longest_q, longest_kv)
-        if i > first and padded > min(MAX_ELEMENTS, max(2 * own, FEW_ELEMENTS)):
+        if i > first and padded > min(MAX_ELEMENTS, max(own * 5 // 4, few)):
             yield first, i
             first, own, longest_q, longest_kv = i, elements(q_len, kv_len), q_len, kv_len
     if sizes:

@@ -68,19 +68,31 @@ def _place(cache: torch.Tensor, slots: torch.Tensor) -> object:
     return slots if cache.dim() == 3 else (slots // cache.shape[1], slots % cache.shape[1])
 
 
-def store(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, step: Step) -> None:
-    """Writes rows [len(slots), kv_heads, dim] into the cache; slots outside it are passed over."""
+def store(
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    step: Step,
+    all_valid: bool = False,
+) -> None:
+    """Writes rows [len(slots), kv_heads, dim] into the cache; slots outside it are passed over.
+
+    ``all_valid``: it is known that there are none.
+    """
     capacity = math.prod(cache.shape[:-2])
     if len(slots) == 0 or capacity == 0:
         return
     held, values = storable(cache), storable(quantised(rows, cache.dtype, step))
-    keep = (slots >= 0) & (slots < capacity)
-    # To choose the rows by a mask would wait for the device. A row without a slot repeats what the
-    # first row with one writes; if there is none, it writes back what the cache holds.
-    first = keep.int().argmax(keepdim=True)
-    target = torch.where(keep, slots, slots[first].clamp(0, capacity - 1))
-    substitute = torch.where(keep[first][:, None, None], values[first], held[_place(held, target)])
-    held[_place(held, target)] = torch.where(keep[:, None, None], values, substitute)
+    if not all_valid:
+        # To choose the rows by a mask would wait for the device. A row without a slot repeats what
+        # the first row with one writes; if there is none, it writes back what the cache holds.
+        keep = (slots >= 0) & (slots < capacity)
+        first = keep.int().argmax(keepdim=True)
+        slots = torch.where(keep, slots, slots[first].clamp(0, capacity - 1))
+        there = held[_place(held, slots)]
+        substitute = torch.where(keep[first][:, None, None], values[first], there)
+        values = torch.where(keep[:, None, None], values, substitute)
+    held[_place(held, slots)] = values
 
 
 def quantised(x: torch.Tensor, dtype: torch.dtype, step: Step) -> torch.Tensor:
