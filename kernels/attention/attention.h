@@ -10,7 +10,9 @@
 //   (not causal or j <= d) and (window_left < 0 or j >= d - window_left) and
 //   (window_right < 0 or j <= d + window_right) and (no mask or mask is true there) and
 //   (not paged or the table's entry is not negative).
-// A row that sees no key gives out 0 and lse -inf; with a sink, out 0 and lse = sink.
+// V must be finite at every key below kv_len(b) that has a page: the weight of a key that a row
+// does not see is 0, and 0 times NaN is NaN. K may hold anything there, and memory beyond the
+// lengths too. A row that sees no key gives out 0 and lse -inf; with a sink, out 0 and lse = sink.
 //
 // Method: online softmax in one pass (Milakov and Gimelshein 2018; Dao 2023, FlashAttention-2),
 // with the keys of a row split over thread blocks where rows are few (Dao et al. 2023,

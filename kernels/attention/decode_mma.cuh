@@ -60,7 +60,8 @@ struct SliceCopy {
                                                uint64_t policy) {
     const int chunk = threadIdx.x % 32 % kChunks;
     constexpr int kPasses = DecodeTile::kSliceKeys / kRowsPerPass;
-    constexpr int kUnroll = kPasses <= 8 ? kPasses : 4;  // 16 addresses at a time are too many
+    // 16 addresses at a time are too many, and 8 where rows do not fill the warp's lanes.
+    constexpr int kUnroll = kPasses > 8 || kLanes < 32 ? 4 : kPasses;
 #pragma unroll kUnroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = row() + pass * kRowsPerPass;
@@ -102,7 +103,7 @@ struct DecodeBlock {
   static constexpr int kVBlocks = kVDim / 16;
   // Blocks of 16 dims of Q that stay in registers; those of the largest head dims do not all fit
   // beside the output, and the rest is read from shared memory in each turn.
-  static constexpr int kHeldBlocks = kVBlocks <= 8 ? kQkBlocks : kVBlocks <= 12 ? 10 : 6;
+  static constexpr int kHeldBlocks = kVBlocks <= 8 ? kQkBlocks : kVBlocks <= 12 ? 10 : 3;
   static constexpr int kRestBlocks = kQkBlocks - kHeldBlocks;
   using KCopy = SliceCopy<E, kQkDim* int{sizeof(E)}>;
   using VCopy = SliceCopy<E, kVDim* int{sizeof(E)}>;
@@ -446,7 +447,7 @@ __global__ __launch_bounds__(
       }
     };
     __syncthreads();
-    if (cluster == 1) {
+    if (!has_clusters() || cluster == 1) {
       Merge::merge_warps(smem, tables.state, pair_rows(), rule.scale, store);
     } else {
       Merge::merge_cluster(smem, tables.state, pair_rows(), rule.scale, rank, cluster, store);

@@ -30,7 +30,7 @@ struct DecodeTile {
   constexpr int warp_bytes() const { return slots * k_slice_bytes() + v_slots * v_slice_bytes(); }
   constexpr int smem_bytes() const { return warps * warp_bytes(); }  // dynamic
   // Bound on the static part of a block, which holds the rows of Q that registers cannot.
-  constexpr int static_smem_bytes() const { return qk_dim == 256 ? 6144 : 3072; }
+  constexpr int static_smem_bytes() const { return qk_dim == 256 ? 7680 : 3072; }
 };
 
 // 78 to 96 KB of rings: two blocks on an SM of 228 KB, one where 99 KB is the limit.

@@ -66,17 +66,25 @@ struct PrefillMerge {
       if (column >= args.v_head_dim) continue;
       const float* part_out = args.workspace.out + (first_slot_row + r) * kVDim + column;
       float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 8
-      for (int part = 0; part < parts; ++part) {
-        const float weight = states[part * count + r].x;
-        const float4 x = __ldcg(reinterpret_cast<const float4*>(
-            part_out + static_cast<int64_t>(part) * args.slot_rows * kVDim));
-        // A part without keys may hold anything.
-        if (weight == 0.0f) continue;
-        o.x = fmaf(weight, x.x, o.x);
-        o.y = fmaf(weight, x.y, o.y);
-        o.z = fmaf(weight, x.z, o.z);
-        o.w = fmaf(weight, x.w, o.w);
+      // kBatch loads are in flight at a time. A part too many is read where the last one lies, with
+      // a weight of 0, and a part without keys may hold anything.
+      constexpr int kBatch = 8;
+      for (int first = 0; first < parts; first += kBatch) {
+        float4 x[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          x[i] = __ldcg(reinterpret_cast<const float4*>(
+              part_out + static_cast<int64_t>(min(first + i, parts - 1)) * args.slot_rows * kVDim));
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const float weight = first + i < parts ? states[(first + i) * count + r].x : 0.0f;
+          if (weight == 0.0f) continue;
+          o.x = fmaf(weight, x[i].x, o.x);
+          o.y = fmaf(weight, x[i].y, o.y);
+          o.z = fmaf(weight, x[i].z, o.z);
+          o.w = fmaf(weight, x[i].w, o.w);
+        }
       }
       const float f = factors[r];
       if (f == 0.0f) o = {0.0f, 0.0f, 0.0f, 0.0f};

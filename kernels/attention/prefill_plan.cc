@@ -1,6 +1,7 @@
 #include "kernels/attention/prefill_plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "kernels/attention/split_merge.cuh"
@@ -22,16 +23,15 @@ bool is_packed(const AttentionParams& p) {
 
 // ---- Time, by which tiles and splits of the same problem are compared ---------------------------
 //
-// The constants of whole tiles were fitted to times measured on one H200 (132 SMs, driver 580.159,
-// CUDA 13.0) on 2026-11-30 by //tools/bench:attention_plans (figures in README.md); those of merges
-// are derived: a flag and three fences, and 16 loads of 16 bytes in flight for each thread. They
-// only need to rank alternatives.
+// The constants were fitted to times measured on one H200 (132 SMs, driver 580, CUDA 13.0) on
+// 2026-12-01 by //tools/bench:attention_plans (figures in README.md). They only need to rank
+// alternatives.
 
-constexpr double kSmFlops = 2.57e6;     // per microsecond, of one SM
-constexpr double kSmallRate = 0.94;     // throughput with small tiles, relative to large ones
-constexpr double kPartWave = 0.87;      // time of a wave that leaves room on the SMs
-constexpr double kMerge = 3.0;          // microseconds, whatever is merged
-constexpr double kPartBytes = 0.045e6;  // per microsecond, of partial results that a block reads
+constexpr double kSmFlops = 2.57e6;  // per microsecond, of one SM
+constexpr double kSmallRate = 0.94;  // throughput with small tiles, relative to large ones
+constexpr double kLatency = 0.3;  // share of a wave's time that fewer blocks on an SM do not save
+constexpr double kMerge = 3.6;    // microseconds, whatever is merged
+constexpr double kLoads = 0.26;   // of up to 8 partial results for each float4 of a thread
 
 // What time depends on beside the tile.
 struct Load {
@@ -75,12 +75,16 @@ double waves_cost(const PrefillTile& tile, const Load& load, int64_t blocks) {
   const double wave = per_sm * tile.rows / (tile.rows == kPrefillSmallRows ? kSmallRate : 1.0);
   const auto part = [&](int64_t count) {
     if (count == 0) return 0.0;
-    return count > slots - load.device.sm_count || per_sm == 1 ? 1.0 : kPartWave;
+    if (per_sm == 1) return 1.0;
+    const int64_t on_sm = div_up<int64_t>(count, load.device.sm_count);
+    return kLatency + (1.0 - kLatency) * std::pow(static_cast<double>(on_sm) / per_sm, 1.4);
   };
   // Blocks of equal length run in whole waves. Under the causal mask the longest run first and the
-  // short ones fill the gaps: what counts is the sum, or the longest block.
+  // short ones fill the gaps: what counts is the sum, or the longest block, which has the SM to
+  // itself in the end.
   const double equal = static_cast<double>(blocks / slots) + part(blocks % slots);
-  const double longest = per_sm == 1 ? 1.0 : kPartWave;
+  const double longest =
+      0.5 * (part(std::min(blocks, slots)) + part(std::min<int64_t>(blocks, load.device.sm_count)));
   const double graded = std::max(longest, load.seen * static_cast<double>(blocks) / slots);
   const double share = std::clamp(2.0 * load.seen - 1.0, 0.0, 1.0);
   return wave * (share * equal + (1.0 - share) * graded);
@@ -93,7 +97,8 @@ double prefill_cost(const PrefillTile& tile, const Load& load, int64_t blocks, i
   const double stream = unit * waves_cost(tile, load, blocks * splits) / splits;
   if (splits == 1) return stream;
   const double rows = std::min(tile.rows, load.largest_row);
-  return stream + kMerge + (splits + 1) * rows * tile.dims.v * sizeof(float) / kPartBytes;
+  const double items = std::ceil(rows * tile.dims.v / 4 / tile.threads());
+  return stream + kMerge + kLoads * items * div_up(splits, 8);
 }
 
 // ---- Plans --------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ namespace astrai {
 
 #if defined(ASTRAI_EMULATE) || __CUDA_ARCH__ >= 900
 
+// Whether a cluster can have more than one block.
+__device__ __forceinline__ constexpr bool has_clusters() { return true; }
+
 // Number of this block in its cluster.
 __device__ __forceinline__ uint32_t cluster_rank() { return ptx::cluster_ctarank(); }
 
@@ -59,6 +62,8 @@ __device__ __forceinline__ void cluster_store(uint32_t address, float4 value) {
 }
 
 #else
+
+__device__ __forceinline__ constexpr bool has_clusters() { return false; }
 
 __device__ __forceinline__ uint32_t cluster_rank() { return 0; }
 __device__ __forceinline__ uint32_t cluster_size() { return 1; }

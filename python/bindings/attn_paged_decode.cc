@@ -26,8 +26,15 @@ PyObject* attn_paged_decode(PyObject* const* args, Py_ssize_t count) {
   attention::AttentionParams params = read_paged(call, args, attention::kMaxDecodeQueries);
   PyObject* const* rest = args + kPagedArguments;
   params.deterministic = read_bool(kName, rest[0], "deterministic");
-  // Packed queries are the newest tokens of their requests.
-  if (params.qo_indptr != nullptr) params.causal = true;
+  if (params.qo_indptr != nullptr) {
+    // Packed queries are the newest tokens of their requests.
+    params.causal = true;
+    // Which kernel runs follows from q_len, which must not follow from how many rows there are.
+    if (params.deterministic) {
+      params.q_len = args[8] == Py_None ? attention::kMaxDecodeQueries
+                                        : static_cast<int>(read_int(kName, args[8], "max_q_len"));
+    }
+  }
   require_part_buffers(call, rest[2], rest[3]);
   PyObject* spare = rest[3] == Py_None ? Py_None : rest[2];
   run_decode(call, params, {args[0], rest[1], spare});

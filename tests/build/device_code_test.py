@@ -20,8 +20,8 @@ __all__ = ["module_files"]  # a fixture
 
 ATTENTION = ["attn_decode", "attn_prefill", "attn_paged_decode", "attn_paged_prefill"]
 MODULES = [*ATTENTION, "rotary_emb"]
-# One module for each kernel library: disassembling takes minutes, and the attention modules all link
-# the same one (see test_attention_modules_hold_the_same_kernels).
+# One module for each kernel library: disassembling takes a minute, and the attention modules all link
+# the same kernels of decode and prefill.
 LIBRARIES = ["attn_decode", "rotary_emb"]
 
 # Machine code for each level, and the PTX that newer GPUs compile. A module that gets wgmma files
@@ -71,20 +71,12 @@ def test_case_b01_newer_gpus_find_ptx(module: str, module_files: dict[str, pathl
     assert listed_archs("--list-ptx", module_files[module]) == PTX_ARCHS
 
 
-def test_attention_modules_hold_the_same_kernels(module_files: dict[str, pathlib.Path]) -> None:
-    listings = {
-        module: sorted(
-            re.findall(r"sm_\d+[af]?\.cubin", cuobjdump("--list-elf", str(module_files[module])))
-        )
-        for module in ATTENTION
-    }
-    assert len({tuple(listing) for listing in listings.values()}) == 1
-
-
 @pytest.mark.parametrize("module", LIBRARIES)
 def test_no_copy_is_encoded_wrongly(module: str, module_files: dict[str, pathlib.Path]) -> None:
-    """Ptxas 13.0 makes an illegal instruction of a cp.async with a cache policy whose shared address
-    stands in a uniform register: both then claim the same pair of them, and the descriptor is odd.
+    """Some copies come out of ptxas 13.0 as illegal instructions.
+
+    Those are cp.async with a cache policy and a shared address in a uniform register: both claim the
+    same pair of registers, and the number of the policy's is odd.
     """
     for name, sass in functions("sm_90a", module_files[module]).items():
         assert not re.search(r"LDGSTS\S* \[.*\bUR\d+.*\], desc\[UR\d*[13579]\]", sass), name

@@ -100,6 +100,15 @@ void run_prefill(Rng& rng, const Problem& problem, const PrefillRun& run = {}) {
   test.check(rng);
 }
 
+// One of both types of q.
+inline void run_prefill_any(Rng& rng, const Problem& problem, const PrefillRun& run = {}) {
+  if (rng.coin()) {
+    run_prefill<__nv_bfloat16>(rng, problem, run);
+  } else {
+    run_prefill<__half>(rng, problem, run);
+  }
+}
+
 // Both types of q.
 inline void run_prefill_both(Rng& rng, const Problem& problem, const PrefillRun& run = {}) {
   run_prefill<__nv_bfloat16>(rng, problem, run);

@@ -145,11 +145,11 @@ def test_case_c01_very_negative_logits():
         assert not out.any() and (lse == float("-inf")).all()
 
 
-def test_case_c06_keys_past_the_mask_hold_nan():
+def test_case_c06_scores_of_masked_keys_are_nan():
     for function in (attn_decode, attn_prefill):
         q, k, v = qkv(2, 1, 200, 4, 2, 128)
         mask = torch.arange(200, device="cuda").expand(2, 200) < 130
-        k[:, 130:], v[:, 130:] = torch.nan, torch.nan
+        k[:, 130:], v[:, 130:] = torch.nan, torch.finfo(v.dtype).max
         run(function, q, k, v, mask, is_causal=True)
 
 
