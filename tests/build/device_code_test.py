@@ -20,8 +20,8 @@ __all__ = ["module_files"]  # a fixture
 
 ATTENTION = ["attn_decode", "attn_prefill", "attn_paged_decode", "attn_paged_prefill"]
 MODULES = [*ATTENTION, "rotary_emb"]
-# One module for each kernel library: disassembling takes a minute, and the attention modules all link
-# the same kernels of decode and prefill.
+# One module for each kernel library: disassembling takes a minute, and the attention modules all
+# link the same kernels of decode and prefill.
 LIBRARIES = ["attn_decode", "rotary_emb"]
 
 # Machine code for each level, and the PTX that newer GPUs compile. A module that gets wgmma files
@@ -75,8 +75,8 @@ def test_case_b01_newer_gpus_find_ptx(module: str, module_files: dict[str, pathl
 def test_no_copy_is_encoded_wrongly(module: str, module_files: dict[str, pathlib.Path]) -> None:
     """Some copies come out of ptxas 13.0 as illegal instructions.
 
-    Those are cp.async with a cache policy and a shared address in a uniform register: both claim the
-    same pair of registers, and the number of the policy's is odd.
+    Those are cp.async with a cache policy and a shared address in a uniform register: both claim
+    the same pair of registers, and the number of the policy's is odd.
     """
     for name, sass in functions("sm_90a", module_files[module]).items():
         assert not re.search(r"LDGSTS\S* \[.*\bUR\d+.*\], desc\[UR\d*[13579]\]", sass), name

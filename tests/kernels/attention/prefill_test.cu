@@ -376,10 +376,10 @@ ASTRAI_TEST(long_sequences) {
       p.kv_lens = {1024};
       run_sources(rng, p);
       p.q_heads = 8;
-      p.q_lens = {513, 513, 513, 513};
-      p.kv_lens = {2000, 2000, 2000, 2000};
-      run_sources(rng, p);
       p.kv_heads = 2;
+      p.q_lens = {513, 513, 513};
+      p.kv_lens = {2000, 2000, 2000};
+      run_sources(rng, p);
       p.q_lens = {16};
       p.kv_lens = {8192};
       run_sources(rng, p);

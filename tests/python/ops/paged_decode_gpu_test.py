@@ -14,17 +14,15 @@ E4M3 = torch.float8_e4m3fn
 LENS = [1, 77, 16, 300, 15, 17]
 
 
-def run(p, mask=None, deterministic=False, workspace=None, out_buf=None, **features):
-    """Compares out, lse and both caches with what they must be."""
+def run(p, mask=None, call=None, **features):
+    """Compares out, lse and both caches with what they must be; `call` has further arguments."""
     rule = Features(**{**features, "is_causal": p.qo_indptr is not None})
     want, want_caches = p.expected(rule, mask)
     out, lse = attn_paged_decode(
         **p.arguments(**features),
         mask=mask,
-        deterministic=deterministic,
-        workspace=workspace,
-        out_buf=out_buf,
         return_lse=True,
+        **(call or {}),
     )
     check(out, lse, want, p.q.dtype)
     for got, expected in zip((p.k_cache, p.v_cache), want_caches, strict=True):
@@ -248,7 +246,7 @@ def test_case_d07_pages_beyond_32_bits():
 def test_out_buf_takes_the_first_rows_and_no_more():
     p = problem(LENS)
     out_buf = torch.full((9, 8, 128), 7.0, dtype=p.q.dtype, device="cuda")
-    out, _ = run(p, out_buf=out_buf)
+    out, _ = run(p, call={"out_buf": out_buf})
     assert out.data_ptr() == out_buf.data_ptr() and out.shape[0] == 6
     assert (out_buf[6:] == 7).all()
 
@@ -276,7 +274,7 @@ def test_case_e06_workspace_size_is_enough(deterministic, q_len):
         workspace = memory[256 : 256 + size]
         p = problem([kv_len] * batch, [q_len] * batch, heads=heads)
         for _ in range(2):
-            run(p, deterministic=deterministic, workspace=workspace)
+            run(p, call={"workspace": workspace, **sizes})
         assert (memory[:256] == 0xA5).all() and (memory[-256:] == 0xA5).all()
 
 
@@ -335,7 +333,7 @@ def test_case_e02_a_graph_padded_with_empty_requests():
     lens = [300, 17, 40, 1, 900, 64, 5]
     p = problem([*lens, 0])
     workspace = torch.full((2**24,), 0xFF, dtype=torch.uint8, device="cuda")
-    out, lse = run(p, workspace=workspace)
+    out, lse = run(p, call={"workspace": workspace})
     assert not out[-1].any() and (lse[-1] == float("-inf")).all()
 
 
@@ -416,7 +414,7 @@ def test_any_combination(
     mask = None
     if data.draw(st.booleans()):
         mask = torch.rand(batch, heads[0], 16, 400, device="cuda") < 0.7
-    run(p, mask, deterministic=data.draw(st.booleans()), **features)
+    run(p, mask, {"deterministic": data.draw(st.booleans())}, **features)
 
 
 def test_the_problem_itself_is_not_changed_by_its_reference():
