@@ -10,8 +10,8 @@
 namespace astrai::attention {
 namespace {
 
-// Workers of each pair if all pairs, of `pair_units` units, can be cut alike; else 0.
-int pieces_of_equal_pairs(const AttentionParams& p, const DecodePlan& plan, uint32_t pair_units) {
+// Workers of each pair if all pairs, of at most `pair_units` units, are cut alike; else 0.
+int pieces_of_each_pair(const AttentionParams& p, const DecodePlan& plan, uint32_t pair_units) {
   const uint32_t pairs = static_cast<uint32_t>(p.batch) * p.kv_heads;
   const uint32_t workers =
       used_workers(pair_units * pairs, static_cast<uint32_t>(plan.workers), pairs);
@@ -43,10 +43,15 @@ DecodeArgs<KvSource> decode_args(const AttentionParams& p, const KvSource& sourc
   args.deterministic = plan.fixed_splits > 0;
   args.pieces_each = plan.fixed_splits;
   args.equal_lengths = p.qo_indptr == nullptr && p.kv_indptr == nullptr;
-  if (args.equal_lengths) args.equal = decode_request(args.score, p.q_len, p.kv_len);
-  if (args.equal_lengths && plan.workers > 0) {
-    args.equal_units = args.equal.units(plan.unit_keys);
-    args.pieces_each = pieces_of_equal_pairs(p, plan, args.equal_units);
+  // Where lengths stand on the device, the most that a request may have.
+  args.equal = decode_request(args.score, p.q_len, p.kv_len);
+  if (plan.workers > 0) {
+    const uint32_t units = args.equal.units(plan.unit_keys);
+    args.equal_units = units;
+    // The kv heads of one request have equal lengths, and pairs that are not cut need none.
+    if (args.equal_lengths || p.batch == 1 || units == 1) {
+      args.pieces_each = pieces_of_each_pair(p, plan, units);
+    }
   }
   if (plan.workspace_bytes > 0) {
     const int64_t slots =

@@ -37,7 +37,8 @@ template <typename KvSource>
 struct DecodeArgs {
   // How the work is cut: see DecodePlan. Not looked at by the scalar kernel.
   int pieces_each;  // workers that a pair has room for, numbered; 0 = WorkSplit says who has what
-  bool deterministic;  // how many of them a pair uses follows from its keys; else all
+  bool deterministic;  // how many of them a pair uses follows from its keys; else all it has units
+                       // for
   bool equal_lengths;  // all requests are like `equal`
   DecodeRequest equal;
   uint32_t equal_units;

@@ -16,7 +16,7 @@ cudaError_t DecodeKernel<T, kQkDim, kVDim, KvSource>::residency(Residency* resid
   LaunchConfig config;
   config.block = dim3(kTile.threads());
   config.smem_bytes = kTile.smem_bytes();
-  for (int log2 = 1; log2 < 4; ++log2) {
+  for (int log2 = 1; log2 < kClusterSizes; ++log2) {
     config.cluster_blocks = 1 << log2;
     config.grid = dim3(static_cast<unsigned>(config.cluster_blocks));
     error = resident_clusters<decode_mma_kernel<T, kQkDim, kVDim, KvSource>>(
@@ -35,6 +35,7 @@ cudaError_t DecodeKernel<T, kQkDim, kVDim, KvSource>::launch(const DecodeArgs<Kv
   config.smem_bytes = kTile.smem_bytes();
   config.stream = stream;
   config.cluster_blocks = args.cluster_blocks;
+  config.overlaps_previous = true;
   return astrai::launch<decode_mma_kernel<T, kQkDim, kVDim, KvSource>>(config, args);
 }
 

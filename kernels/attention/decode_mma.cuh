@@ -28,6 +28,7 @@
 #include "kernels/attention/softmax.cuh"
 #include "kernels/common/cluster.cuh"
 #include "kernels/common/cp_async.cuh"
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/ldmatrix.cuh"
 #include "kernels/common/mma.cuh"
 #include "kernels/common/smem.cuh"
@@ -61,7 +62,7 @@ struct SliceCopy {
     const int chunk = threadIdx.x % 32 % kChunks;
     constexpr int kPasses = DecodeTile::kSliceKeys / kRowsPerPass;
     // 16 addresses at a time are too many, and 8 where rows do not fill the warp's lanes.
-    constexpr int kUnroll = kPasses > 8 || kLanes < 32 ? 4 : kPasses;
+    [[maybe_unused]] constexpr int kUnroll = kPasses > 8 || kLanes < 32 ? 4 : kPasses;
 #pragma unroll kUnroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int r = row() + pass * kRowsPerPass;
@@ -232,6 +233,11 @@ __global__ __launch_bounds__(
   // Keys that the worker takes in one turn of all its warps.
   const int turn_keys = cluster * Block::kTurnKeys;
 
+  let_next_kernel_start();
+  // What the first piece is can be found out while the kernel before still runs, if that takes no
+  // look at memory.
+  const bool work_is_known = args.pieces_each > 0 && args.equal_lengths;
+  if (!work_is_known) wait_for_previous_kernel();
   if (threadIdx.x == 0) rank = cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   DecodeWork<KvSource, Block::kThreads>::begin(&work, args, &tables.index,
                                                static_cast<int>(blockIdx.x) / cluster);
@@ -240,6 +246,7 @@ __global__ __launch_bounds__(
     __syncthreads();
     if (threadIdx.x == 0) has_work = work.next(args);
     __syncthreads();
+    if (work_is_known) wait_for_previous_kernel();
     if (!has_work) break;
     const Piece& piece = work.piece;
     const DecodeRequest& request = work.request;

@@ -176,7 +176,7 @@ DecodePlan plan_decode(const AttentionParams& p, const Residency& residency, siz
     plan.blocks = workers << log2;
     plan.workspace_bytes = cut ? static_cast<size_t>(workers) * worker_bytes : 0;
   };
-  for (int log2 = 0; log2 < 4; ++log2) {
+  for (int log2 = 0; log2 < kClusterSizes; ++log2) {
     const int64_t most = std::min(residency.clusters[log2], kMostWorkers);
     // A cluster is one worker's: its blocks need keys of their own.
     if (log2 > 0 && (most < pairs || (tile.keys() << (log2 - 1)) >= p.kv_len)) continue;

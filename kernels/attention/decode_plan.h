@@ -55,12 +55,13 @@ constexpr DecodeTile decode_tile(int qk_dim, int v_dim, int element_bytes) {
 }
 
 inline constexpr int kDecodeBlocksPerSm = 2;  // that registers allow
-inline constexpr int kMostClusterBlocks = 8;
+inline constexpr int kClusterSizes = 5;       // 1, 2, 4, 8 and 16 blocks
+inline constexpr int kMostClusterBlocks = 1 << (kClusterSizes - 1);
 inline constexpr int kMostWorkers = 512;  // that may share a pair
 
-// Clusters of 1, 2, 4 and 8 blocks of a kernel that the device holds at a time; 0 = none.
+// Clusters of each size of a kernel that the device holds at a time; 0 = none.
 struct Residency {
-  int clusters[4] = {0, 0, 0, 0};
+  int clusters[kClusterSizes] = {};  // of 1 << i blocks
 };
 
 // Blocks of the decode kernel that the device holds, without clusters.

@@ -143,8 +143,8 @@ struct DecodeWork {
   }
 
   // Worker = (pair, number of the piece). Of a deterministic launch, a pair's pieces follow from
-  // its visible keys alone; else all pairs have equal lengths and are cut alike, without the search
-  // and most of the divisions that WorkWalk takes.
+  // its visible keys alone; else all pairs are cut alike. Either way without the search and most of
+  // the divisions that WorkWalk takes.
   __device__ __forceinline__ bool next_numbered(const Args& args) {
     if (numbered < 0) return false;
     const int worker = numbered;
@@ -165,9 +165,12 @@ struct DecodeWork {
       first = number;
       end = number + 1;
     } else {
-      const WorkSplit split = {units = args.equal_units, static_cast<uint32_t>(each)};
-      first = each == 1 ? 0 : split.first_unit(number);
-      end = each == 1 ? units : split.first_unit(number + 1);
+      units = args.equal_lengths ? args.equal_units : request.units(unit_keys);
+      pieces = static_cast<int>(min(units, static_cast<uint32_t>(each)));
+      if (number >= pieces) return false;
+      const WorkSplit split = {units, static_cast<uint32_t>(pieces)};
+      first = pieces == 1 ? 0 : split.first_unit(number);
+      end = pieces == 1 ? units : split.first_unit(number + 1);
     }
     piece = {batch, pair - batch * args.kv_heads, first, end, units, worker, pair * each, 1,
              pieces};

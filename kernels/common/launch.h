@@ -24,7 +24,11 @@ struct LaunchConfig {
   dim3 block;
   size_t smem_bytes = 0;  // dynamic shared memory per block
   cudaStream_t stream = nullptr;
-  int cluster_blocks = 1;  // neighbouring blocks in x that form a cluster (sm_90); divides grid.x
+  // Neighbouring blocks in x that form a cluster (sm_90), up to 16; divides grid.x.
+  int cluster_blocks = 1;
+  // Whether the kernel's blocks may start before the stream's kernel in front has ended (sm_90):
+  // the kernel waits by itself, see dependent_launch.cuh.
+  bool overlaps_previous = false;
 };
 
 namespace launch_detail {
@@ -60,21 +64,67 @@ cudaError_t allow_shared_memory(size_t bytes) {
   return error;
 }
 
-// The configuration in the runtime's terms. Points to `attribute`, which must outlive it.
+// Clusters of more than 8 blocks must be allowed once per kernel and device: not every device with
+// clusters has them.
+template <auto kKernel>
+cudaError_t allow_cluster(int blocks) {
+  constexpr int kPortableBlocks = 8;
+  if (blocks <= kPortableBlocks) return cudaSuccess;
+  static std::atomic<bool> allowed[kCachedDevices];
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const bool cached = device < kCachedDevices;
+  if (cached && allowed[device].load(std::memory_order_acquire)) return cudaSuccess;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error == cudaSuccess && cached) allowed[device].store(true, std::memory_order_release);
+  return error;
+}
+
+// Whether the current device runs code of the kernel that was compiled for sm_90 or later, and not
+// the PTX of a lower level. Asked from the driver once per device.
+template <auto kKernel>
+cudaError_t runs_sm90_code(bool* runs) {
+  static std::atomic<int> cache[kCachedDevices];  // 0 = not asked yet, 1 = no, 2 = yes
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  const bool cached = device < kCachedDevices;
+  if (cached) {
+    const int known = cache[device].load(std::memory_order_relaxed);
+    *runs = known == 2;
+    if (known != 0) return cudaSuccess;
+  }
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, kKernel);
+  if (error != cudaSuccess) return error;
+  *runs = attributes.ptxVersion >= 90;
+  if (cached) cache[device].store(*runs ? 2 : 1, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
+constexpr int kMostAttributes = 2;
+
+// The configuration in the runtime's terms. Points to `attributes`, which must outlive it.
 inline cudaLaunchConfig_t native_config(const LaunchConfig& config,
-                                        cudaLaunchAttribute* attribute) {
+                                        cudaLaunchAttribute (&attributes)[kMostAttributes]) {
   cudaLaunchConfig_t native = {};
   native.gridDim = config.grid;
   native.blockDim = config.block;
   native.dynamicSmemBytes = config.smem_bytes;
   native.stream = config.stream;
+  native.attrs = attributes;
   if (config.cluster_blocks > 1) {
-    attribute->id = cudaLaunchAttributeClusterDimension;
-    attribute->val.clusterDim.x = static_cast<unsigned>(config.cluster_blocks);
-    attribute->val.clusterDim.y = 1;
-    attribute->val.clusterDim.z = 1;
-    native.attrs = attribute;
-    native.numAttrs = 1;
+    cudaLaunchAttribute& attribute = attributes[native.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(config.cluster_blocks);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+  }
+  if (config.overlaps_previous) {
+    cudaLaunchAttribute& attribute = attributes[native.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   return native;
 }
@@ -83,11 +133,17 @@ inline cudaLaunchConfig_t native_config(const LaunchConfig& config,
 
 // Launches kKernel with `args` on the current device. Returns the launch error, if any.
 template <auto kKernel, typename... Args>
-cudaError_t launch(const LaunchConfig& config, Args&&... args) {
-  const cudaError_t error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
+cudaError_t launch(LaunchConfig config, Args&&... args) {
+  cudaError_t error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t native = launch_detail::native_config(config, &attribute);
+  error = launch_detail::allow_cluster<kKernel>(config.cluster_blocks);
+  if (error != cudaSuccess) return error;
+  if (config.overlaps_previous) {
+    error = launch_detail::runs_sm90_code<kKernel>(&config.overlaps_previous);
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attributes[launch_detail::kMostAttributes];
+  const cudaLaunchConfig_t native = launch_detail::native_config(config, attributes);
   return cudaLaunchKernelEx(&native, kKernel, static_cast<Args&&>(args)...);
 }
 
@@ -97,7 +153,7 @@ cudaError_t launch(const LaunchConfig& config, Args&&... args) {
 // every call.
 template <auto kKernel>
 cudaError_t resident_clusters(const LaunchConfig& config, int* clusters) {
-  constexpr int kSizes = 16;
+  constexpr int kSizes = 17;
   // Answers plus 1; 0 = not asked yet.
   static std::atomic<int> cache[launch_detail::kCachedDevices][kSizes];
   int device = 0;
@@ -109,14 +165,16 @@ cudaError_t resident_clusters(const LaunchConfig& config, int* clusters) {
     if (*clusters >= 0) return cudaSuccess;
   }
   *clusters = 0;
-  cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, kKernel);
+  bool has_clusters = false;
+  error = launch_detail::runs_sm90_code<kKernel>(&has_clusters);
   if (error != cudaSuccess) return error;
-  if (attributes.ptxVersion >= 90) {
+  if (has_clusters) {
     error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
     if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t native = launch_detail::native_config(config, &attribute);
+    error = launch_detail::allow_cluster<kKernel>(config.cluster_blocks);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute attributes[launch_detail::kMostAttributes];
+    const cudaLaunchConfig_t native = launch_detail::native_config(config, attributes);
     error = cudaOccupancyMaxActiveClusters(clusters, kKernel, &native);
     if (error != cudaSuccess) return error;
   }

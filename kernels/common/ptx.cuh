@@ -216,9 +216,19 @@ __device__ __forceinline__ void st_release_gpu(uint64_t* address, uint64_t value
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
 
-// ---- Clusters: see cluster.cuh. sm_90 -----------------------------------------------------------
+// ---- Programmatic dependent launch: see dependent_launch.cuh. sm_90 -----------------------------
 
 #if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ---- Clusters: see cluster.cuh. sm_90 -----------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_ctarank() {
   uint32_t rank;

@@ -18,6 +18,7 @@ cudaError_t launch_variant(const RopeAppendParams& p, const RopeAppendPlan& plan
   config.grid = dim3(static_cast<unsigned>(r.grid_x), r.grid_y, r.grid_z);
   config.block = dim3(r.block_x, r.block_y, r.block_z);
   config.stream = stream;
+  config.overlaps_previous = true;
   return launch<rope_append_kernel<T, E, kWidth, kSplitPairs>>(config, p, plan);
 }
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/fp8.cuh"
 #include "kernels/common/vec.cuh"
 #include "kernels/rotary/rope_append_plan.h"
@@ -188,6 +189,8 @@ template <typename T, typename E, int kWidth, bool kSplitPairs>
 __global__ void __launch_bounds__(plan_detail::kMaxThreads, kAppendBlocksPerSm<E>)
     rope_append_kernel(const __grid_constant__ RopeAppendParams p,
                        const __grid_constant__ RopeAppendPlan plan) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
   const int lane = blockIdx.y * blockDim.y + threadIdx.y;
   if (token >= p.tokens || lane >= plan.rotary.lanes) return;

@@ -13,6 +13,7 @@ cudaError_t launch_kernel(const RotaryParams& p, const RotaryPlan& plan, cudaStr
   config.grid = dim3(static_cast<unsigned>(plan.grid_x), plan.grid_y, plan.grid_z);
   config.block = dim3(plan.block_x, plan.block_y, plan.block_z);
   config.stream = stream;
+  config.overlaps_previous = true;
   return launch<kKernel>(config, p, plan);
 }
 

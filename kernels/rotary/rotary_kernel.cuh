@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/vec.cuh"
 #include "kernels/rotary/plan.h"
 
@@ -221,6 +222,8 @@ template <typename T, int kWidth, bool kSplitPairs>
 __global__ void __launch_bounds__(plan_detail::kMaxThreads, 7)
     rotary_kernel(const __grid_constant__ RotaryParams p, const __grid_constant__ RotaryPlan plan) {
   constexpr int kHeads = 4 / Column<T, kWidth, kSplitPairs>::kAccesses;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
   const int lane = blockIdx.y * blockDim.y + threadIdx.y;
   if (token >= p.tokens || lane >= plan.lanes) return;
@@ -240,6 +243,8 @@ __global__ void __launch_bounds__(plan_detail::kMaxThreads)
                          const __grid_constant__ RotaryPlan plan) {
   using Column = Column<T, kWidth, kSplitPairs>;
   constexpr bool kFromTable = kSource == AngleSource::kTable;
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
   const int number = blockIdx.y * blockDim.y + threadIdx.y;  // of the head, through q and then k
   if (token >= p.tokens || number >= plan.lanes) return;

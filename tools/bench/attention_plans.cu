@@ -208,7 +208,7 @@ void time_decode(const DeviceInfo& device, const Shape& shape) {
   std::printf(
       "decode B%d %d/%d D%d kv%d: %.2f us %.2f TB/s | workers x blocks of a cluster:", shape.batch,
       shape.q_heads, shape.kv_heads, shape.head_dim, shape.kv_len, chosen, bytes / chosen / 1e6);
-  for (int log2 = 0; log2 < 4; ++log2) {
+  for (int log2 = 0; log2 < kClusterSizes; ++log2) {
     const Residency residency = residency_of(device, log2);
     const int most = std::min(residency.clusters[log2], kMostWorkers);
     const int pairs = shape.batch * shape.kv_heads;

@@ -46,7 +46,7 @@ AttentionParams make_params(int batch, int q_len, int kv_len, int q_heads, int k
 // As on an H200, if its SMs hold whole clusters only.
 Residency residency_with_clusters() {
   Residency residency;
-  for (int log2 = 0; log2 < 4; ++log2) residency.clusters[log2] = 256 >> log2;
+  for (int log2 = 0; log2 < kClusterSizes; ++log2) residency.clusters[log2] = 256 >> log2;
   residency.clusters[0] = 264;
   return residency;
 }

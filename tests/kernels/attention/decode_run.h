@@ -30,7 +30,7 @@ inline std::string describe(const DecodeRun& run) {
 inline Residency residency_of_clusters(int cluster_blocks) {
   Residency residency;
   residency.clusters[0] = 1;
-  for (int log2 = 1; log2 < 4; ++log2) {
+  for (int log2 = 1; log2 < kClusterSizes; ++log2) {
     if (1 << log2 == cluster_blocks) residency.clusters[log2] = 1 << 20;
   }
   return residency;

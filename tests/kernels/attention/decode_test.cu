@@ -343,7 +343,7 @@ ASTRAI_TEST(clusters_merge_their_blocks_and_each_other) {
   if (!device_has_clusters()) SKIP_CASE("needs sm_90 and code for it");
   Rng rng;
   for (const Dims& dims : kKernelDims) {
-    for (const int cluster_blocks : {2, 4, 8}) {
+    for (const int cluster_blocks : {2, 4, 8, 16}) {
       for (const int workers : {1, 2, 5}) {
         Problem p = with_dims(dims);
         p.q_heads = 2 * static_cast<int>(rng.integer(1, 5));

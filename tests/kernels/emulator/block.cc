@@ -58,6 +58,7 @@ void Block::start() {
     thread.waits_for = nullptr;
     thread.cluster_arrived = false;
     thread.cluster_phase = 0;
+    thread.waited_for_previous = false;
     thread.copies.clear();
     thread.groups = 0;
     thread.fiber.reset(thread_main, &thread);
@@ -205,6 +206,7 @@ bool Block::release_if_complete(size_t warp, size_t which) {
 // ---- The end ------------------------------------------------------------------------------------
 
 void Block::exit_thread(Thread& thread) {
+  require_wait("exit");
   finish_copies(thread);
   running->idle = 0;
   thread.exited = true;

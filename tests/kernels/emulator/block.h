@@ -52,8 +52,9 @@ struct Thread {
   Place place = {};
   bool cluster_arrived = false;
   uint32_t cluster_phase = 0;
-  std::vector<AsyncCopy> copies;  // not yet performed
-  size_t groups = 0;              // committed
+  bool waited_for_previous = false;  // griddepcontrol.wait
+  std::vector<AsyncCopy> copies;     // not yet performed
+  size_t groups = 0;                 // committed
 };
 
 // Lanes of one warp at one operation.
@@ -165,12 +166,18 @@ struct Worker {
 
 // The launch that runs. There is one at a time.
 struct Grid {
-  Grid(const cudaLaunchConfig_t& config, dim3 cluster_dim, const void* entry,
+  Grid(const cudaLaunchConfig_t& config, dim3 cluster_dim, bool overlaps, const void* entry,
        const std::function<void()>& kernel, uint64_t seed)
-      : config(config), cluster_dim(cluster_dim), entry(entry), kernel(&kernel), random(seed) {}
+      : config(config),
+        cluster_dim(cluster_dim),
+        overlaps(overlaps),
+        entry(entry),
+        kernel(&kernel),
+        random(seed) {}
 
   cudaLaunchConfig_t config;
   dim3 cluster_dim;
+  bool overlaps;  // programmatic dependent launch: threads wait for the kernel before
   const void* entry;
   const std::function<void()>* kernel;
   Random random;
@@ -196,8 +203,8 @@ inline Thread& current() { return *this_thread; }
 void finish_copies(Thread& thread);
 
 // In grid.cc: runs all blocks. The launch has been checked.
-cudaError_t run_launch(const cudaLaunchConfig_t& config, dim3 cluster_dim, const void* entry,
-                       const std::function<void()>& kernel);
+cudaError_t run_launch(const cudaLaunchConfig_t& config, dim3 cluster_dim, bool overlaps,
+                       const void* entry, const std::function<void()>& kernel);
 
 uint64_t seed();
 int env_int(const char* name, int fallback);

@@ -56,6 +56,10 @@ void warp_rendezvous(const WarpOp& op, uint32_t mask, void* data, Place place);
 uint32_t live_lanes();
 int lane_index();
 
+// griddepcontrol.wait, and what may only happen after it in a launch that overlaps the one before.
+void wait_for_previous_grid();
+void require_wait(const char* what);
+
 void cluster_arrive();
 void cluster_wait(Place place);
 uint32_t cluster_rank();

@@ -11,6 +11,7 @@
 
 #include "kernels/common/cluster.cuh"
 #include "kernels/common/cp_async.cuh"
+#include "kernels/common/dependent_launch.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/common/ldmatrix.cuh"
 #include "kernels/common/smem.cuh"
@@ -428,6 +429,39 @@ ASTRAI_TEST(shared_memory_of_a_block_that_does_not_run) {
 ASTRAI_TEST(halves_of_the_cluster_barrier_out_of_order) {
   expect_cluster_message("barrier.cluster.arrive: twice", ClusterFault::kArriveTwice);
   expect_cluster_message("barrier.cluster.wait: without an arrive", ClusterFault::kWaitFirst);
+}
+
+// ---- Programmatic dependent launch --------------------------------------------------------------
+
+enum class OverlapFault { kNone, kLoad, kExit };
+
+__global__ void overlapping_kernel(OverlapFault fault, const float* in) {
+  uint32_t bits[1];
+  if (fault == OverlapFault::kLoad) ptx::ld_global(bits, in);
+  if (fault == OverlapFault::kExit && threadIdx.x == 7) return;
+  wait_for_previous_kernel();
+  ptx::ld_global(bits, in);
+}
+
+ASTRAI_TEST(a_kernel_that_does_not_wait_for_the_one_before) {
+  LaunchConfig config = one_block();
+  config.overlaps_previous = true;
+  DeviceBuffer<float> in(std::vector<float>{1.0f});
+  const auto message = [&](OverlapFault fault, const char* what) {
+    const std::string text = std::string(what) + " before griddepcontrol.wait";
+    expect_message<overlapping_kernel>({text}, config, fault, static_cast<const float*>(in.data()));
+  };
+  message(OverlapFault::kLoad, "ld.global");
+  message(OverlapFault::kExit, "exit");
+  const Ended ended = run_apart([&] {
+    run<overlapping_kernel>(config, OverlapFault::kNone, static_cast<const float*>(in.data()));
+  });
+  EXPECT_FALSE(ended.aborted);
+  config.overlaps_previous = false;
+  const Ended alone = run_apart([&] {
+    run<overlapping_kernel>(config, OverlapFault::kLoad, static_cast<const float*>(in.data()));
+  });
+  EXPECT_FALSE(alone.aborted);
 }
 
 // ---- Host ---------------------------------------------------------------------------------------

@@ -128,13 +128,13 @@ void Grid::assign_next(Cluster& cluster) {
   cluster.waiting.clear();
 }
 
-cudaError_t run_launch(const cudaLaunchConfig_t& config, dim3 cluster_dim, const void* entry,
-                       const std::function<void()>& kernel) {
+cudaError_t run_launch(const cudaLaunchConfig_t& config, dim3 cluster_dim, bool overlaps,
+                       const void* entry, const std::function<void()>& kernel) {
   static std::mutex one_at_a_time;
   static uint64_t launches = 0;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   if (launches == 0) sem_init(&grid_done, 0, 0);
-  Grid grid(config, cluster_dim, entry, kernel, seed() + 0x10001 * ++launches);
+  Grid grid(config, cluster_dim, overlaps, entry, kernel, seed() + 0x10001 * ++launches);
   running = &grid;
   run_grid(grid);
   running = nullptr;
@@ -175,6 +175,16 @@ void yield_in_loop() {
         "that does not run yet, see ASTRAI_EMU_CONCURRENT");
   }
   yield();
+}
+
+// ---- Programmatic dependent launch --------------------------------------------------------------
+
+void wait_for_previous_grid() { current().waited_for_previous = true; }
+
+void require_wait(const char* what) {
+  if (running->overlaps && !current().waited_for_previous) {
+    fail("%s before griddepcontrol.wait, in a kernel that may overlap the one before it", what);
+  }
 }
 
 // ---- Clusters -----------------------------------------------------------------------------------

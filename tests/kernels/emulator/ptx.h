@@ -63,6 +63,7 @@ void cp_async_wait_group() {
 // ---- Global memory ------------------------------------------------------------------------------
 
 inline void require_aligned(const void* address, size_t bytes, const char* instruction) {
+  emulator::require_wait(instruction);
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) {
     emulator::fail("%s: address %p is not aligned to %zu bytes", instruction, address, bytes);
   }
@@ -90,6 +91,11 @@ void st_release_gpu(T* address, T value) {
   *address = value;
   emulator::yield();
 }
+
+// ---- Programmatic dependent launch --------------------------------------------------------------
+
+inline void griddepcontrol_wait() { emulator::wait_for_previous_grid(); }
+inline void griddepcontrol_launch_dependents() {}
 
 // ---- Clusters -----------------------------------------------------------------------------------
 

@@ -68,6 +68,12 @@ size_t& allowed_smem(const void* kernel) {
   return allowed.emplace(kernel, kDefaultSmem).first->second;
 }
 
+// Whether a kernel may have clusters of more than 8 blocks.
+bool& allows_large_clusters(const void* kernel) {
+  static auto& allows = *new std::map<const void*, bool>;
+  return allows[kernel];
+}
+
 cudaError_t check_copy(const void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   using astrai::emulator::is_device_memory;
   if (bytes == 0) return cudaSuccess;
@@ -293,6 +299,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   const std::lock_guard<std::mutex> lock(functions_mutex);
+  if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed) {
+    allows_large_clusters(kernel) = value != 0;
+  }
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || value > level().smem_per_block) return report(cudaErrorInvalidValue);
   allowed_smem(kernel) = static_cast<size_t>(value);
@@ -337,26 +346,33 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* entry,
       threads == 0 || threads > 1024 || b.z > 64) {
     return report(cudaErrorInvalidConfiguration);
   }
+  unsigned most_cluster_blocks;
   {
     const std::lock_guard<std::mutex> lock(functions_mutex);
     if (config.dynamicSmemBytes > allowed_smem(entry)) return report(cudaErrorInvalidValue);
+    most_cluster_blocks = allows_large_clusters(entry) ? 16 : 8;
   }
   dim3 cluster;
+  bool overlaps = false;
   for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (level().cc < 90) return report(cudaErrorNotSupported);
+    if (config.attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      overlaps = config.attrs[i].val.programmaticStreamSerializationAllowed != 0;
+    }
     if (config.attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
     const auto& dim = config.attrs[i].val.clusterDim;
     cluster = dim3(dim.x, dim.y, dim.z);
-    if (level().cc < 90) return report(cudaErrorNotSupported);
     const unsigned size = dim.x * dim.y * dim.z;
-    if (size == 0 || size > 8 || g.x % dim.x != 0 || g.y % dim.y != 0 || g.z % dim.z != 0) {
+    if (size == 0 || size > most_cluster_blocks || g.x % dim.x != 0 || g.y % dim.y != 0 ||
+        g.z % dim.z != 0) {
       return report(cudaErrorInvalidClusterSize);
     }
   }
   cudaLaunchConfig_t kept = config;
   kept.attrs = nullptr;
   kept.numAttrs = 0;
-  return submit(config.stream, [kept, cluster, entry, kernel = std::move(kernel)] {
-    return run_launch(kept, cluster, entry, kernel);
+  return submit(config.stream, [kept, cluster, overlaps, entry, kernel = std::move(kernel)] {
+    return run_launch(kept, cluster, overlaps, entry, kernel);
   });
 }
 
