@@ -6,8 +6,8 @@
 // about to write, and its outputs what that one still reads. A block that left without waiting
 // would let the kernel after next start too early, since each waits only for the one before it.
 //
-// Only code compiled for sm_90 has the instructions, so launch() asks for the overlap only where the
-// device runs such code; elsewhere the functions do nothing.
+// Only code compiled for sm_90 has the instructions, so launch() asks for the overlap only where
+// the device runs such code; elsewhere the functions do nothing.
 #pragma once
 
 #include "kernels/common/ptx.cuh"

@@ -371,5 +371,5 @@ def generate() -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    flags.set_default(flags.FLAGS["seconds"], _SECONDS)
+    flags.FLAGS.set_default("seconds", _SECONDS)
     harness.main(generate)
