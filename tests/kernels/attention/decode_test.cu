@@ -2,27 +2,10 @@
 #include <vector>
 
 #include "tests/kernels/attention/decode_run.h"
+#include "tests/kernels/attention/random_problem.h"
 
 namespace astrai::attention {
 namespace {
-
-struct Dims {
-  int qk;
-  int v;
-};
-const std::vector<Dims> kKernelDims = {{64, 64},   {96, 96},   {128, 128},
-                                       {192, 128}, {192, 192}, {256, 256}};
-const std::vector<MaskKind> kMasks = {MaskKind::kNone, MaskKind::kBatchKv, MaskKind::kBatchQKv,
-                                      MaskKind::kBatchHeads1Kv, MaskKind::kFull};
-const std::vector<Layout> kLayouts = {Layout::kContiguous, Layout::kHeadsFirst,
-                                      Layout::kInterleaved, Layout::kPadded};
-
-Problem with_dims(const Dims& dims) {
-  Problem p;
-  p.head_dim = dims.qk;
-  p.v_head_dim = dims.v;
-  return p;
-}
 
 ASTRAI_TEST(every_group_size) {
   Rng rng;
@@ -363,56 +346,13 @@ ASTRAI_TEST(clusters_merge_their_blocks_and_each_other) {
 
 Problem random_problem(Rng& rng) {
   Problem p;
-  const Dims dims = rng.pick(kKernelDims);
-  p.head_dim = dims.qk;
-  p.v_head_dim = dims.v;
-  if (rng.integer(0, 2) == 0) {
-    p.head_dim = static_cast<int>(rng.integer(1, 32)) * 8;
-    p.v_head_dim = 0;
-  }
-  p.kv_heads = static_cast<int>(rng.integer(1, 4));
-  const int group = static_cast<int>(rng.integer(1, 16));
+  draw_head_dims(rng, &p);
+  p.kv_heads = random_int(rng, 1, 4);
+  const int group = random_int(rng, 1, 16);
   p.q_heads = p.kv_heads * group;
-  const int most_q = 16 / group;
-  const int batch = static_cast<int>(rng.integer(1, 6));
-  const int most_kv = rng.pick(std::vector<int>{20, 130, 700});
-  p.packed_q = rng.coin();
-  p.packed_kv = rng.coin();
-  const int q_len = static_cast<int>(rng.integer(1, most_q));
-  const int kv_len = static_cast<int>(rng.integer(0, most_kv));
-  p.q_lens.assign(batch, q_len);
-  p.kv_lens.assign(batch, kv_len);
-  for (int b = 0; b < batch; ++b) {
-    if (p.packed_q) p.q_lens[b] = static_cast<int>(rng.integer(0, most_q));
-    if (p.packed_kv) p.kv_lens[b] = static_cast<int>(rng.integer(0, most_kv));
-  }
-  if (p.most_q() == 0) p.q_lens[0] = 1;
-  p.spare_kv_len = p.packed_kv ? static_cast<int>(rng.integer(0, 1) * 5000) : 0;
-  if (rng.coin()) {
-    p.page_size = 1 << rng.integer(0, 8);
-    p.table_rows = rng.coin();
-    p.holes = rng.integer(0, 2) == 0 ? 0.1 : 0.0;
-    p.append = rng.coin();
-  }
-  p.fp8 = rng.coin();
-  if (p.fp8 && rng.coin()) {
-    p.k_scale = 0.8f;
-    p.v_scale = 1.3f;
-    p.scale_pointers = rng.coin();
-  }
-  p.layout = rng.pick(kLayouts);
-  if (p.v_dim() != p.head_dim && p.layout == Layout::kInterleaved) p.layout = Layout::kPadded;
-  p.shift = rng.integer(0, 9) == 0 ? 1 : 0;
-  p.causal = rng.coin();
-  if (rng.integer(0, 3) == 0) p.window_left = static_cast<int>(rng.integer(0, most_kv));
-  if (rng.integer(0, 3) == 0) p.window_right = static_cast<int>(rng.integer(0, 10));
-  if (rng.integer(0, 3) == 0) p.softcap = 5.0f;
-  p.sinks = rng.integer(0, 3) == 0;
-  if (rng.integer(0, 3) == 0) {
-    p.mask = rng.pick(kMasks);
-    p.mask_short = rng.coin() ? 0 : static_cast<int>(rng.integer(0, 5));
-  }
-  p.lse = rng.integer(0, 3) != 0;
+  const int batch = random_int(rng, 1, 6);
+  draw_lengths(rng, &p, batch, 16 / group, rng.pick(std::vector<int>{20, 130, 700}));
+  draw_features(rng, &p);
   return p;
 }
 

@@ -5,29 +5,13 @@
 #include <vector>
 
 #include "tests/kernels/attention/prefill_run.h"
+#include "tests/kernels/attention/random_problem.h"
 
 namespace astrai::attention {
 namespace {
 
-struct Dims {
-  int qk;
-  int v;
-};
-const std::vector<Dims> kKernelDims = {{64, 64},   {96, 96},   {128, 128},
-                                       {192, 128}, {192, 192}, {256, 256}};
 const std::vector<int> kTileRows = {0, kPrefillSmallRows, kPrefillLargeRows};
-const std::vector<MaskKind> kMasks = {MaskKind::kNone, MaskKind::kBatchKv, MaskKind::kBatchQKv,
-                                      MaskKind::kBatchHeads1Kv, MaskKind::kFull};
-const std::vector<Layout> kLayouts = {Layout::kContiguous, Layout::kHeadsFirst,
-                                      Layout::kInterleaved, Layout::kPadded};
 const std::vector<MapKind> kMaps = {MapKind::kNone, MapKind::kHost, MapKind::kOnDevice};
-
-Problem with_dims(const Dims& dims) {
-  Problem p;
-  p.head_dim = dims.qk;
-  p.v_head_dim = dims.v;
-  return p;
-}
 
 // `p` over each of the sources, dense, packed and paged, each time with one of both types of q.
 void run_sources(Rng& rng, Problem p, PrefillRun run = {}) {
@@ -443,52 +427,12 @@ ASTRAI_TEST(scale_of_any_sign) {
 
 Problem random_problem(Rng& rng, int most_q, int most_kv) {
   Problem p;
-  const Dims dims = rng.pick(kKernelDims);
-  p.head_dim = dims.qk;
-  p.v_head_dim = dims.v;
-  if (rng.integer(0, 2) == 0) {
-    p.head_dim = static_cast<int>(rng.integer(1, 32)) * 8;
-    p.v_head_dim = 0;
-  }
-  p.kv_heads = static_cast<int>(rng.integer(1, 3));
-  p.q_heads = p.kv_heads * static_cast<int>(rng.integer(1, rng.coin() ? 4 : 12));
-  const int batch = static_cast<int>(rng.integer(1, 4));
-  p.packed_q = rng.coin();
-  p.packed_kv = rng.coin();
-  p.q_lens.assign(batch, static_cast<int>(rng.integer(1, most_q)));
-  p.kv_lens.assign(batch, static_cast<int>(rng.integer(0, most_kv)));
-  for (int b = 0; b < batch; ++b) {
-    if (p.packed_q) p.q_lens[b] = static_cast<int>(rng.integer(0, most_q));
-    if (p.packed_kv) p.kv_lens[b] = static_cast<int>(rng.integer(0, most_kv));
-  }
-  if (p.most_q() == 0) p.q_lens[0] = 1;
-  p.spare_kv_len = p.packed_kv ? static_cast<int>(rng.integer(0, 1) * 5000) : 0;
-  if (rng.coin()) {
-    p.page_size = 1 << rng.integer(0, 8);
-    p.table_rows = rng.coin();
-    p.holes = rng.integer(0, 2) == 0 ? 0.1 : 0.0;
-    p.append = rng.coin();
-  }
-  p.fp8 = rng.integer(0, 2) == 0;
-  if (p.fp8 && rng.coin()) {
-    p.k_scale = 0.8f;
-    p.v_scale = 1.3f;
-    p.scale_pointers = rng.coin();
-  }
-  p.layout = rng.pick(kLayouts);
-  if (p.v_dim() != p.head_dim && p.layout == Layout::kInterleaved) p.layout = Layout::kPadded;
-  p.shift = rng.integer(0, 9) == 0 ? 1 : 0;
-  p.causal = rng.coin();
-  if (rng.integer(0, 3) == 0) p.window_left = static_cast<int>(rng.integer(0, most_kv));
-  if (rng.integer(0, 3) == 0) p.window_right = static_cast<int>(rng.integer(0, 100));
-  if (rng.integer(0, 3) == 0) p.softcap = 5.0f;
-  if (rng.integer(0, 5) == 0) p.scale = -0.15;
-  p.sinks = rng.integer(0, 3) == 0;
-  if (rng.integer(0, 3) == 0) {
-    p.mask = rng.pick(kMasks);
-    p.mask_short = rng.coin() ? 0 : static_cast<int>(rng.integer(0, 5));
-  }
-  p.lse = rng.integer(0, 3) != 0;
+  draw_head_dims(rng, &p);
+  p.kv_heads = random_int(rng, 1, 3);
+  p.q_heads = p.kv_heads * random_int(rng, 1, rng.coin() ? 4 : 12);
+  const int batch = random_int(rng, 1, 4);
+  draw_lengths(rng, &p, batch, most_q, most_kv);
+  draw_features(rng, &p);
   return p;
 }
 
