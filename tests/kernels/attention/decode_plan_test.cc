@@ -200,7 +200,7 @@ ASTRAI_TEST(few_short_pairs_get_clusters) {
   };
   const Residency clusters = residency_with_clusters();
   EXPECT_GE(blocks_of_worker(1, 8, 512, clusters), 4);
-  EXPECT_EQ(blocks_of_worker(1, 8, 2048, clusters), 8);
+  EXPECT_EQ(blocks_of_worker(1, 8, 2048, clusters), 16);
   EXPECT_EQ(blocks_of_worker(16, 8, 512, clusters), 2);
   EXPECT_EQ(blocks_of_worker(17, 8, 8192, clusters), 1);
   EXPECT_EQ(blocks_of_worker(1, 8, 32768, clusters), 1);
