@@ -84,17 +84,26 @@ struct DecodeMerge {
   }
 
   // Merges up to kMost parts, `count` of them, at one row and four columns, and hands the result
-  // on. All loads come first: each of them takes long, and none waits for another.
+  // on. Loads come first, as many as registers take: each of them takes long, and none waits for
+  // another.
   template <int kMost, typename StateOf, typename OutOf, typename Store>
   static __device__ __forceinline__ void merge_quad(int count, float scale, int row, int column,
                                                     StateOf state_of, OutOf out_of, Store store) {
+    constexpr int kBatch = kMost < 8 ? kMost : 8;
+    static_assert(kMost % kBatch == 0, "whole batches");
     float2 states[kMost];
-    float4 parts[kMost];
+    float4 parts[kBatch];
+    const auto load_parts = [&](int first) {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i < count) parts[i] = out_of(first + i);
+      }
+    };
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
       states[i] = i < count ? state_of(i) : make_float2(neg_inf(), 0.0f);
-      if (i < count) parts[i] = out_of(i);
     }
+    load_parts(0);
     float max = neg_inf();
 #pragma unroll
     for (int i = 0; i < kMost; ++i) max = fmaxf(max, states[i].x);
@@ -102,11 +111,17 @@ struct DecodeMerge {
     float sum = 0.0f;
     float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (states[i].y == 0.0f) continue;
-      const float weight = part_weight(states[i].x, scale, base);
-      sum = fmaf(weight, states[i].y, sum);
-      add_weighted(o, weight, parts[i]);
+    for (int first = 0; first < kMost; first += kBatch) {
+      if (first >= count) break;
+      if (first > 0) load_parts(first);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const float2 state = states[first + i];
+        if (state.y == 0.0f) continue;
+        const float weight = part_weight(state.x, scale, base);
+        sum = fmaf(weight, state.y, sum);
+        add_weighted(o, weight, parts[i]);
+      }
     }
     store(row, column, max, sum, o);
   }
