@@ -81,13 +81,6 @@ __device__ __forceinline__ uint16_t cvt_e4m3x2_satfinite(float high, float low) 
   return codes;
 }
 
-// The same to e5m2; beyond +-57344 it saturates. sm_89.
-__device__ __forceinline__ uint16_t cvt_e5m2x2_satfinite(float high, float low) {
-  uint16_t codes;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
-  return codes;
-}
-
 #endif  // sm_89
 
 // ---- Tensor cores: see mma.cuh for the fragments. All 32 lanes take part. sm_80 -----------------

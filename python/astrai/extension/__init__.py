@@ -37,23 +37,6 @@ from astrai.extension.dispatch import (
     tensor_axes,
 )
 from astrai.extension.errors import DtypeError, ShapeError
-from astrai.extension.fp8 import (
-    BlockScaling,
-    DelayedScaling,
-    DynamicScaling,
-    FP8Format,
-    RowwiseScaling,
-    fp8_autocast,
-    fp8_enabled,
-    fp8_load_state_dict,
-    fp8_name_weights,
-    fp8_opt_in,
-    fp8_opt_out,
-    fp8_prepare,
-    fp8_state,
-    fp8_state_dict,
-    fp8_weights_changed,
-)
 from astrai.extension.loader import KERNEL_NAMES, is_available
 from astrai.extension.ops.attention import (
     attn_decode,
@@ -68,13 +51,6 @@ from astrai.extension.ops.attention import (
     build_q_work_map,
     merge_states,
 )
-from astrai.extension.ops.fp8 import (
-    mm_fp8,
-    quantize,
-    quantize_block,
-    quantize_dual,
-    quantize_rowwise,
-)
 from astrai.extension.ops.rotary import rope_append_kv
 
 __all__ = [
@@ -82,18 +58,13 @@ __all__ = [
     "KERNEL_NAMES",
     "AttentionBackend",
     "AttentionBackendFactory",
-    "BlockScaling",
     "CudaBackend",
-    "DelayedScaling",
     "DtypeError",
-    "DynamicScaling",
     "ExplicitSelectionError",
-    "FP8Format",
     "FlashAttnBackend",
     "ImplRecord",
     "Resolution",
     "Rotary",
-    "RowwiseScaling",
     "ShapeError",
     "Spec",
     "TorchNativeBackend",
@@ -113,26 +84,11 @@ __all__ = [
     "build_q_work_map",
     "explain",
     "explain_plan",
-    "fp8_autocast",
-    "fp8_enabled",
-    "fp8_load_state_dict",
-    "fp8_name_weights",
-    "fp8_opt_in",
-    "fp8_opt_out",
-    "fp8_prepare",
-    "fp8_state",
-    "fp8_state_dict",
-    "fp8_weights_changed",
     "get_backend",
     "get_rotary_emb",
     "is_available",
     "merge_states",
-    "mm_fp8",
     "op_backend",
-    "quantize",
-    "quantize_block",
-    "quantize_dual",
-    "quantize_rowwise",
     "register_env_alias",
     "register_family",
     "resolve",

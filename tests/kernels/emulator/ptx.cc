@@ -197,27 +197,6 @@ uint8_t float_to_e4m3(float x) {
   return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
 }
 
-float e5m2_to_float(uint8_t code) {
-  return emulator::fp16_to_float(static_cast<uint16_t>(code << 8));  // fp16 without 8 lower bits
-}
-
-// As float_to_e4m3: by comparing with all finite codes.
-uint8_t float_to_e5m2(float x) {
-  if (std::isnan(x)) return 0x7f;
-  uint8_t best = 0;
-  const double magnitude = std::fabs(static_cast<double>(x));
-  double least = magnitude;
-  for (uint8_t code = 1; code <= 0x7b; ++code) {
-    const double distance = std::fabs(magnitude - static_cast<double>(e5m2_to_float(code)));
-    if (distance < least || (distance == least && code % 2 == 0)) {
-      best = code;
-      least = distance;
-    }
-  }
-  if (std::isinf(x)) best = 0x7b;
-  return static_cast<uint8_t>(best | (std::signbit(x) ? 0x80 : 0));
-}
-
 }  // namespace
 
 void mma_m16n8k16_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -275,10 +254,6 @@ uint32_t cvt_f16x2_e4m3x2(uint16_t codes) {
 
 uint16_t cvt_e4m3x2_satfinite(float high, float low) {
   return static_cast<uint16_t>(float_to_e4m3(high) << 8 | float_to_e4m3(low));
-}
-
-uint16_t cvt_e5m2x2_satfinite(float high, float low) {
-  return static_cast<uint16_t>(float_to_e5m2(high) << 8 | float_to_e5m2(low));
 }
 
 }  // namespace astrai::ptx

@@ -39,7 +39,6 @@ uint32_t mul_f16x2(uint32_t a, uint32_t b);
 
 uint32_t cvt_f16x2_e4m3x2(uint16_t codes);
 uint16_t cvt_e4m3x2_satfinite(float high, float low);
-uint16_t cvt_e5m2x2_satfinite(float high, float low);
 
 // ---- Tensor cores, ldmatrix ---------------------------------------------------------------------
 

@@ -14,14 +14,6 @@ from astrai.extension.ops.attention import (
     build_q_work_map,
     merge_states,
 )
-from astrai.extension.ops.fp8 import (
-    dynamic_step,
-    mm_fp8,
-    quantize,
-    quantize_block,
-    quantize_dual,
-    quantize_rowwise,
-)
 from astrai.extension.ops.rotary import rope_append_kv, rotary_emb, rotary_embed
 
 __all__ = [
@@ -36,13 +28,7 @@ __all__ = [
     "attn_prefill_workspace_size",
     "attn_varlen",
     "build_q_work_map",
-    "dynamic_step",
     "merge_states",
-    "mm_fp8",
-    "quantize",
-    "quantize_block",
-    "quantize_dual",
-    "quantize_rowwise",
     "rope_append_kv",
     "rotary_emb",
     "rotary_embed",

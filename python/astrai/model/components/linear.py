@@ -10,8 +10,6 @@ from torch import nn
 # The module calls this name, so that a kernel-backed `linear` can take its place in one line.
 from torch.nn.functional import linear
 
-from astrai.extension import fp8_enabled
-
 
 class Linear(nn.Module):
     """``y = x @ weight.T + bias``; x ``[..., in_features]``, y ``[..., out_features]``.
@@ -37,16 +35,13 @@ class Linear(nn.Module):
         """Returns ``residual + self(x)``, summed in the matrix product where that is possible.
 
         That saves a launch; the result then stands in ``residual``'s memory. It is possible without
-        a bias, while autograd does not record, outside of fp8 regions, and where all have one dtype
-        (under torch.autocast they may not).
+        a bias, and while autograd does not record.
 
         Args:
             residual: ``[..., out_features]``, contiguous; not to be used afterwards.
             x: ``[..., in_features]``.
         """
-        if self.bias is not None or torch.is_grad_enabled() or fp8_enabled():
-            return residual + self(x)
-        if not residual.dtype == x.dtype == self.weight.dtype:
+        if self.bias is not None or torch.is_grad_enabled():
             return residual + self(x)
         out_features, in_features = self.weight.shape
         rows = residual.view(-1, out_features)
