@@ -1,6 +1,7 @@
 """bench_engine on a small model and a CPU: both sides answer alike, and the work is counted."""
 
 import dataclasses
+import functools
 import math
 import types
 
@@ -59,10 +60,25 @@ def test_both_sides_give_the_same_tokens(tiny):
     )
     assert [len(tokens) for tokens in mine.tokens] == [6, 6, 6]
     assert mine.tokens == theirs.tokens
-    assert bench_engine.agreement(mine, theirs) == 1.0
+    logits_of = functools.partial(bench_engine.transformers_logits, peer)
+    first = bench_engine.compare_first_tokens(mine, theirs, prompts, logits_of)
+    assert first == bench_engine.FirstTokens(equal=3)
+    assert [int(logits_of(p).argmax()) for p in prompts] == [t[0] for t in theirs.tokens]
     # The prompts are one step; the rest of the tokens one each.
     assert len(mine.steps) == len(theirs.steps) == 5
     assert 0 < sum(mine.steps) < mine.seconds
+
+
+def test_first_tokens_are_compared_by_their_logits():
+    logits = torch.tensor([0.0, 5.0, 4.9, -3.0])  # standard deviation 3.9
+    runs = [bench_engine.Run([[token]] * 1, 1.0, []) for token in (1, 2, 3)]
+    peer = bench_engine.Run([[1]], 1.0, [])
+    found = [bench_engine.compare_first_tokens(r, peer, [[7]], lambda _: logits) for r in runs]
+    assert found == [
+        bench_engine.FirstTokens(equal=1),
+        bench_engine.FirstTokens(tied=1),
+        bench_engine.FirstTokens(different=1),
+    ]
 
 
 def test_the_peer_shares_all_but_q_and_k(tiny):
@@ -200,7 +216,7 @@ def test_all_rows_of_a_shape(tiny, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "tiny batch 3, astrai: " in printed
     assert "  a decode step reads weights and keys at " in printed
-    assert "the first token is that of ours in 100% of the requests" in printed
+    assert "the first token is that of ours in 3 of 3 requests" in printed
 
 
 class FakeProfile:
