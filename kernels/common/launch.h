@@ -36,71 +36,72 @@ namespace launch_detail {
 // Devices of higher index are asked anew at every call instead of being cached.
 constexpr int kCachedDevices = 64;
 
+// What `ask` says of a device, a number from 0 on, asked again only after an error.
+template <typename Ask>
+cudaError_t ask_once(std::atomic<int> (&cache)[kCachedDevices], int device, int* answer, Ask ask) {
+  const bool cached = device < kCachedDevices;
+  if (cached) {
+    *answer = cache[device].load(std::memory_order_acquire) - 1;  // 0 = not asked yet
+    if (*answer >= 0) return cudaSuccess;
+  }
+  const cudaError_t error = ask(answer);
+  if (error == cudaSuccess && cached) {
+    cache[device].store(*answer + 1, std::memory_order_release);
+  }
+  return error;
+}
+
 // Blocks of more than 48 KB of shared memory, static and dynamic parts together, must be allowed
 // once per kernel and device. A kernel without a dynamic part cannot have more.
 template <auto kKernel>
-cudaError_t allow_shared_memory(size_t bytes) {
+cudaError_t allow_shared_memory(size_t bytes, int device) {
   if (bytes == 0) return cudaSuccess;
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  static std::atomic<int> cache[kCachedDevices];
+  int most = 0;
+  const cudaError_t error = ask_once(cache, device, &most, [device](int* dynamic) {
+    int limit = 0;
+    cudaError_t error =
+        cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error != cudaSuccess) return error;
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, kKernel);
+    if (error != cudaSuccess) return error;
+    // All that the device has beside the kernel's static part: no later call needs more.
+    *dynamic = limit - static_cast<int>(attributes.sharedSizeBytes);
+    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, *dynamic);
+  });
   if (error != cudaSuccess) return error;
-  // The size allowed so far. Threads that race here all set the same value (see `most`).
-  static std::atomic<size_t> allowed[kCachedDevices];
-  const bool cached = device < kCachedDevices;
-  if (cached && allowed[device].load(std::memory_order_acquire) >= bytes) return cudaSuccess;
-  int limit = 0;
-  error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (error != cudaSuccess) return error;
-  if (bytes > static_cast<size_t>(limit)) return cudaErrorInvalidValue;
-  cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, kKernel);
-  if (error != cudaSuccess) return error;
-  // Opt in to all that the device has beside the kernel's static part: no later call needs more.
-  const size_t most = static_cast<size_t>(limit) - attributes.sharedSizeBytes;
-  if (bytes > most) return cudaErrorInvalidValue;
-  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(most));
-  if (error == cudaSuccess && cached) allowed[device].store(most, std::memory_order_release);
-  return error;
+  return bytes <= static_cast<size_t>(most) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // Clusters of more than 8 blocks must be allowed once per kernel and device: not every device with
 // clusters has them.
 template <auto kKernel>
-cudaError_t allow_cluster(int blocks) {
+cudaError_t allow_cluster(int blocks, int device) {
   constexpr int kPortableBlocks = 8;
   if (blocks <= kPortableBlocks) return cudaSuccess;
-  static std::atomic<bool> allowed[kCachedDevices];
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const bool cached = device < kCachedDevices;
-  if (cached && allowed[device].load(std::memory_order_acquire)) return cudaSuccess;
-  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-  if (error == cudaSuccess && cached) allowed[device].store(true, std::memory_order_release);
-  return error;
+  static std::atomic<int> cache[kCachedDevices];
+  int allowed = 0;
+  return ask_once(cache, device, &allowed, [](int* answer) {
+    *answer = 1;
+    return cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  });
 }
 
 // Whether the current device runs code of the kernel that was compiled for sm_90 or later, and not
-// the PTX of a lower level. Asked from the driver once per device.
+// the PTX of a lower level.
 template <auto kKernel>
-cudaError_t runs_sm90_code(bool* runs) {
-  static std::atomic<int> cache[kCachedDevices];  // 0 = not asked yet, 1 = no, 2 = yes
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const bool cached = device < kCachedDevices;
-  if (cached) {
-    const int known = cache[device].load(std::memory_order_relaxed);
-    *runs = known == 2;
-    if (known != 0) return cudaSuccess;
-  }
-  cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, kKernel);
-  if (error != cudaSuccess) return error;
-  *runs = attributes.ptxVersion >= 90;
-  if (cached) cache[device].store(*runs ? 2 : 1, std::memory_order_relaxed);
-  return cudaSuccess;
+cudaError_t runs_sm90_code(int device, bool* runs) {
+  static std::atomic<int> cache[kCachedDevices];
+  int answer = 0;
+  const cudaError_t error = ask_once(cache, device, &answer, [](int* is_sm90) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kKernel);
+    *is_sm90 = error == cudaSuccess && attributes.ptxVersion >= 90;
+    return error;
+  });
+  *runs = answer == 1;
+  return error;
 }
 
 constexpr int kMostAttributes = 2;
@@ -134,12 +135,15 @@ inline cudaLaunchConfig_t native_config(const LaunchConfig& config,
 // Launches kKernel with `args` on the current device. Returns the launch error, if any.
 template <auto kKernel, typename... Args>
 cudaError_t launch(LaunchConfig config, Args&&... args) {
-  cudaError_t error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  error = launch_detail::allow_cluster<kKernel>(config.cluster_blocks);
+  error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes, device);
+  if (error != cudaSuccess) return error;
+  error = launch_detail::allow_cluster<kKernel>(config.cluster_blocks, device);
   if (error != cudaSuccess) return error;
   if (config.overlaps_previous) {
-    error = launch_detail::runs_sm90_code<kKernel>(&config.overlaps_previous);
+    error = launch_detail::runs_sm90_code<kKernel>(device, &config.overlaps_previous);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute attributes[launch_detail::kMostAttributes];
@@ -153,51 +157,37 @@ cudaError_t launch(LaunchConfig config, Args&&... args) {
 // every call.
 template <auto kKernel>
 cudaError_t resident_clusters(const LaunchConfig& config, int* clusters) {
-  constexpr int kSizes = 17;
-  // Answers plus 1; 0 = not asked yet.
-  static std::atomic<int> cache[launch_detail::kCachedDevices][kSizes];
+  constexpr int kMostBlocks = 16;
+  static std::atomic<int> cache[kMostBlocks + 1][launch_detail::kCachedDevices];
+  if (config.cluster_blocks > kMostBlocks) return cudaErrorInvalidValue;
   int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  const bool cached = device < launch_detail::kCachedDevices && config.cluster_blocks < kSizes;
-  if (cached) {
-    *clusters = cache[device][config.cluster_blocks].load(std::memory_order_relaxed) - 1;
-    if (*clusters >= 0) return cudaSuccess;
-  }
-  *clusters = 0;
-  bool has_clusters = false;
-  error = launch_detail::runs_sm90_code<kKernel>(&has_clusters);
-  if (error != cudaSuccess) return error;
-  if (has_clusters) {
-    error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes);
-    if (error != cudaSuccess) return error;
-    error = launch_detail::allow_cluster<kKernel>(config.cluster_blocks);
-    if (error != cudaSuccess) return error;
-    cudaLaunchAttribute attributes[launch_detail::kMostAttributes];
-    const cudaLaunchConfig_t native = launch_detail::native_config(config, attributes);
-    error = cudaOccupancyMaxActiveClusters(clusters, kKernel, &native);
-    if (error != cudaSuccess) return error;
-  }
-  if (cached) {
-    cache[device][config.cluster_blocks].store(*clusters + 1, std::memory_order_relaxed);
-  }
-  return cudaSuccess;
+  return launch_detail::ask_once(
+      cache[config.cluster_blocks], device, clusters, [&config, device](int* resident) {
+        *resident = 0;
+        bool has_clusters = false;
+        cudaError_t error = launch_detail::runs_sm90_code<kKernel>(device, &has_clusters);
+        if (error != cudaSuccess || !has_clusters) return error;
+        error = launch_detail::allow_shared_memory<kKernel>(config.smem_bytes, device);
+        if (error != cudaSuccess) return error;
+        error = launch_detail::allow_cluster<kKernel>(config.cluster_blocks, device);
+        if (error != cudaSuccess) return error;
+        cudaLaunchAttribute attributes[launch_detail::kMostAttributes];
+        const cudaLaunchConfig_t native = launch_detail::native_config(config, attributes);
+        return cudaOccupancyMaxActiveClusters(resident, kKernel, &native);
+      });
 }
 
 // Number of SMs of the current device, asked from the driver once per device.
 inline cudaError_t current_sm_count(int* count) {
   static std::atomic<int> cache[launch_detail::kCachedDevices];
   int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
+  const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  const bool cached = device < launch_detail::kCachedDevices;
-  if (cached) {
-    *count = cache[device].load(std::memory_order_relaxed);
-    if (*count > 0) return cudaSuccess;
-  }
-  error = cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess && cached) cache[device].store(*count, std::memory_order_relaxed);
-  return error;
+  return launch_detail::ask_once(cache, device, count, [device](int* sms) {
+    return cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device);
+  });
 }
 
 }  // namespace astrai

@@ -214,9 +214,8 @@ class FirstTokens:
 
     Attributes:
         equal: Both chose the same token.
-        tied: The other model ranks our token within half a standard deviation of its logits below
-            its own choice. With random weights the best tokens lie that close; a token of a wrong
-            model lies four and more below.
+        tied: The other model gives our token a logit at most two units in the last place of bf16
+            below that of its own choice.
         different: Everything else.
     """
 
@@ -245,7 +244,9 @@ def compare_first_tokens(
             found.equal += 1
             continue
         logits = logits_of(prompt).float()
-        if logits.max() - logits[my_tokens[0]] <= 0.5 * logits.std():
+        top = float(logits.max())
+        ulp = 2.0 ** (math.frexp(top)[1] - 8)  # of a bf16 number: 8 significant bits
+        if top - float(logits[my_tokens[0]]) <= 2 * ulp:
             found.tied += 1
         else:
             found.different += 1

@@ -54,13 +54,7 @@ library() { # NAME SOURCE...
   printf '%s: %s\n\t@rm -f $@ && ar rcs $@ $^\n' "$out/$name" "$(for source in "$@"; do object_of "$source"; done | paste -sd ' ')"
 }
 
-make_all() { # TARGET...; rules on standard input
-  local makefile
-  makefile=$(mktemp "$out/makefile.XXXXXX")
-  cat >"$makefile"
-  make --no-print-directory -f "$makefile" -j "$(nproc)" "$@"
-  rm -f "$makefile"
-}
+make_all() { make --no-print-directory -f "$out/rules" -j "$(nproc)" all; }
 
 kernel_sources() { (cd kernels && find ${FAMILIES:-.} -name "*.cu" -o -name "*.cc") | sed "s,^\(\.\/\)\?,kernels/," | sort; }
 # Of python/bindings, what is not a module itself.
@@ -80,13 +74,13 @@ build() { # MODULE...
       rule "python/bindings/$module.cc"
       printf '%s: %s %s %s\n\t@%s -shared -o $@ $^ %s\n' "$lib/$module$suffix" "$(object_of "python/bindings/$module.cc")" \
         "$out/libbindings.a" "$out/libkernels.a" "$cxx" \
-        "$out/libkernels.a $runtime -Wl,--exclude-libs,ALL -Wl,--version-script=python/bindings/exports.lds"
+        "$runtime -Wl,--exclude-libs,ALL -Wl,--version-script=python/bindings/exports.lds"
     done
     library libbindings.a $(binding_sources)
     library libkernels.a $(kernel_sources)
     printf 'all: %s\n' "${targets[*]}"
   } >"$out/rules"
-  make_all all <"$out/rules"
+  make_all
 }
 
 compile() { # FILE.cu...
@@ -104,7 +98,7 @@ compile() { # FILE.cu...
     library libkernels.a $(kernel_sources)
     printf 'all: %s\n' "${targets[*]}"
   } >"$out/rules"
-  make_all all <"$out/rules"
+  make_all
 }
 
 step=${1:?a step: build, run, compile or python}
@@ -118,7 +112,7 @@ case $step in
     ;;
   python) PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" "$@" ;;
   *)
-    sed -n '2,22s/^# \?//p' "$0" >&2
+    sed -n '2,16s/^# \?//p' "$0" >&2
     exit 2
     ;;
 esac

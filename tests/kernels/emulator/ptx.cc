@@ -221,8 +221,7 @@ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
 
 void cp_async_cg_16(uint32_t shared, const void* source, int bytes) {
   if (bytes < 0 || bytes > 16) emulator::fail("cp.async: a source of %d bytes", bytes);
-  emulator::require_wait("cp.async");
-  if (bytes > 0) require_aligned(source, 16, "cp.async");
+  if (bytes > 0) check_access(source, 16, "cp.async");
   emulator::async_copy(emulator::resolve_shared(shared, 16, 16, "cp.async"), source, bytes);
 }
 

@@ -62,7 +62,8 @@ void cp_async_wait_group() {
 
 // ---- Global memory ------------------------------------------------------------------------------
 
-inline void require_aligned(const void* address, size_t bytes, const char* instruction) {
+// What holds for every access: it is aligned, and comes after griddepcontrol.wait.
+inline void check_access(const void* address, size_t bytes, const char* instruction) {
   emulator::require_wait(instruction);
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0) {
     emulator::fail("%s: address %p is not aligned to %zu bytes", instruction, address, bytes);
@@ -70,23 +71,23 @@ inline void require_aligned(const void* address, size_t bytes, const char* instr
 }
 template <typename T, int kCount>
 void ld_global(T (&v)[kCount], const void* address) {
-  require_aligned(address, sizeof(v), "ld.global");
+  check_access(address, sizeof(v), "ld.global");
   std::memcpy(v, address, sizeof(v));
 }
 template <typename T, int kCount>
 void st_global(void* address, const T (&v)[kCount]) {
-  require_aligned(address, sizeof(v), "st.global");
+  check_access(address, sizeof(v), "st.global");
   std::memcpy(address, v, sizeof(v));
 }
 template <typename T>
 T ld_acquire_gpu(const T* address) {
-  require_aligned(address, sizeof(T), "ld.acquire");
+  check_access(address, sizeof(T), "ld.acquire");
   emulator::yield_in_loop();
   return *address;
 }
 template <typename T>
 void st_release_gpu(T* address, T value) {
-  require_aligned(address, sizeof(T), "st.release");
+  check_access(address, sizeof(T), "st.release");
   emulator::yield();
   *address = value;
   emulator::yield();

@@ -70,7 +70,7 @@ def test_both_sides_give_the_same_tokens(tiny):
 
 
 def test_first_tokens_are_compared_by_their_logits():
-    logits = torch.tensor([0.0, 5.0, 4.9, -3.0])  # standard deviation 3.9
+    logits = torch.tensor([0.0, 5.0, 4.9375, 4.9])  # units of 1 / 32 in bf16
     runs = [bench_engine.Run([[token]] * 1, 1.0, []) for token in (1, 2, 3)]
     peer = bench_engine.Run([[1]], 1.0, [])
     found = [bench_engine.compare_first_tokens(r, peer, [[7]], lambda _: logits) for r in runs]
